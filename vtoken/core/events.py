@@ -1,0 +1,171 @@
+"""What crosses from the scheduler to the workers, and what is counted and recorded on the way.
+
+Shape legend: R requests changed in a step, M moves of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+# StepPlan.mask_kind
+MASK_KEPT = 0  # the worker's mask of this request stays as it is (growth is live)
+MASK_PACKED = 1  # no holes below the physical length
+MASK_GIVEN = 2  # mask_bits holds the mask
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Every structural change of one step, as flat arrays; pickled to every rank.
+
+    A request that only grew at its tail does not appear: its worker-side state stays valid.
+
+    Attributes:
+        step_seq: number of the step, counted by the scheduler.
+        req_ids: R requests.
+        num_reclaimed: int32[R], logical minus physical length, valid from this step on.
+        new_token_index: int32[R], physical index of this step's single new token, -1 for the
+            packed end.
+        rewrites_row: bool[R]; row_kept[row_start[r]:row_start[r+1]]: int32, row positions that
+            stay, in new order, before this step's new blocks are appended. Positions, not ids:
+            a freed id can come back in this same step.
+        mask_kind: uint8[R]; mask_bits[mask_start[r]:mask_start[r+1]]: packed little-endian bits,
+            one per physical index below the length after this step, set where live.
+        move_source, move_destination: int64[M], vLLM slots; move_start: int32[R+1].
+            All sources are read before any destination is written.
+        report_req_ids: requests whose scores the worker sends back after this step.
+    """
+
+    step_seq: int
+    req_ids: list[str]
+    num_reclaimed: np.ndarray
+    new_token_index: np.ndarray
+    rewrites_row: np.ndarray
+    row_start: np.ndarray
+    row_kept: np.ndarray
+    mask_kind: np.ndarray
+    mask_start: np.ndarray
+    mask_bits: np.ndarray
+    move_start: np.ndarray
+    move_source: np.ndarray
+    move_destination: np.ndarray
+    report_req_ids: list[str] = field(default_factory=list)
+
+    def row_of(self, r: int) -> np.ndarray:
+        return self.row_kept[self.row_start[r] : self.row_start[r + 1]]
+
+    def mask_of(self, r: int) -> np.ndarray:
+        """bool[physical length rounded up to 8], the live mask of request r."""
+        bits = self.mask_bits[self.mask_start[r] : self.mask_start[r + 1]]
+        return np.unpackbits(bits, bitorder="little").view(bool)
+
+    def moves_of(self, r: int) -> tuple[np.ndarray, np.ndarray]:
+        span = slice(self.move_start[r], self.move_start[r + 1])
+        return self.move_source[span], self.move_destination[span]
+
+
+@dataclass(slots=True)
+class RequestStep:
+    """One request's entry of a StepPlan, before it is flattened."""
+
+    req_id: str
+    num_reclaimed: int
+    new_token_index: int = -1
+    kept: np.ndarray | None = None
+    mask_kind: int = MASK_PACKED
+    mask: np.ndarray | None = None
+    move_source: np.ndarray | None = None
+    move_destination: np.ndarray | None = None
+
+
+_NO_KEPT = np.empty(0, np.int32)
+_NO_MOVES = np.empty(0, np.int64)
+_NO_BITS = np.empty(0, np.uint8)
+
+
+def _flatten(parts: list[np.ndarray], dtype) -> tuple[np.ndarray, np.ndarray]:
+    start = np.zeros(len(parts) + 1, np.int32)
+    np.cumsum([len(p) for p in parts], out=start[1:])
+    return start, np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
+
+
+def build_step_plan(
+    step_seq: int, steps: list[RequestStep], report_req_ids: list[str]
+) -> StepPlan | None:
+    """Flatten a step's entries; None when nothing changed and nothing is asked."""
+    if not steps and not report_req_ids:
+        return None
+    row_start, row_kept = _flatten([s.kept if s.kept is not None else _NO_KEPT for s in steps], np.int32)
+    bits = [_NO_BITS if s.mask is None else np.packbits(s.mask, bitorder="little") for s in steps]
+    mask_start, mask_bits = _flatten(bits, np.uint8)
+    sources = [_NO_MOVES if s.move_source is None else s.move_source for s in steps]
+    targets = [_NO_MOVES if s.move_source is None else s.move_destination for s in steps]
+    move_start, move_source = _flatten(sources, np.int64)
+    return StepPlan(
+        step_seq=step_seq,
+        req_ids=[s.req_id for s in steps],
+        num_reclaimed=np.array([s.num_reclaimed for s in steps], np.int32),
+        new_token_index=np.array([s.new_token_index for s in steps], np.int32),
+        rewrites_row=np.array([s.kept is not None for s in steps], bool),
+        row_start=row_start,
+        row_kept=row_kept,
+        mask_kind=np.array([s.mask_kind for s in steps], np.uint8),
+        mask_start=mask_start,
+        mask_bits=mask_bits,
+        move_start=move_start,
+        move_source=move_source,
+        move_destination=_flatten(targets, np.int64)[1],
+        report_req_ids=report_req_ids,
+    )
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals of one scheduler; what results call vtoken_<name>.
+
+    A relocation event is one request in one step whose KV moved or whose blocks were released.
+    `dropped_blocks` are references given up; `released_blocks` of them went back to the pool
+    (a shared block that others still use does not).
+    """
+
+    evicted_tokens: int = 0
+    moved_tokens: int = 0
+    released_blocks: int = 0
+    dropped_blocks: int = 0
+    reused_slots: int = 0
+    relocation_events: int = 0
+    eviction_events: int = 0
+    shared_tokens_skipped: int = 0
+    repacking_moves: int = 0
+    preemptions: int = 0
+    hook_calls: int = 0
+    plan_s: float = 0.0
+    finalize_s: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def reset(self) -> None:
+        for f in fields(self):
+            setattr(self, f.name, f.default)
+
+
+@dataclass(slots=True)
+class TraceEntry:
+    """What one request attended to in one step; enough to replay it on a reference model.
+
+    Attributes:
+        first_id, num_new_tokens: the step computed ids first_id .. first_id + num_new_tokens - 1.
+        live_ids: int32, ids < first_id that were live in that step, ascending.
+        num_preemptions: how often the request had been preempted: KV before that is gone.
+        num_blocks: distinct blocks the request held in that step.
+    """
+
+    req_id: str
+    step_seq: int
+    first_id: int
+    num_new_tokens: int
+    live_ids: np.ndarray
+    num_preemptions: int
+    num_blocks: int

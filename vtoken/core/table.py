@@ -1,0 +1,321 @@
+"""The token table: per request, where every token's KV lives and which tokens are live.
+
+Shape legend: T tokens, B blocks of a request, N block size (tokens).
+
+    logical id ----index_of----> local slot  = handle * N + offset       (-1: dead)
+    local slot ----id_at-------> logical id                              (-1: hole or never used)
+    row[i]     = handle of the i-th block of vLLM's row;  pos_of[handle] = i  (-1: not owned)
+    block_id[handle]           = vLLM's block id
+
+    physical index p of a token = pos_of[handle] * N + offset: what attention and vLLM's slot
+    mapping count in. It changes when a block leaves the row; a local slot does not, so releasing
+    a block costs O(B) and never O(T).
+
+Steady growth costs nothing: tokens appended at the tail are registered lazily, when someone next
+reads the table (`sync`). The maps take 8 bytes a token, plus 12 a block.
+
+Source: paper section 3.2; its three interfaces are `TokenTable.evict_token(s)`,
+`sync_new_tokens` and `apply_moves`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vtoken.units import cdiv
+
+NO_SLOTS = np.empty(0, np.int32)
+
+
+def _grown(array: np.ndarray, size: int) -> np.ndarray:
+    """A copy of `array` with room for at least `size` entries, the new ones -1."""
+    out = np.full(max(size, 2 * len(array)), -1, array.dtype)
+    out[: len(array)] = array
+    return out
+
+
+class RequestTable:
+    """The layout of one request.
+
+    Attributes:
+        num_computed_tokens: logical ids registered; id i < this is live or dead.
+        num_live_tokens, num_physical_tokens: live ids; slots in use below the tail (live + holes).
+        num_evicted_tokens: ids dropped so far, `num_computed_tokens - num_live_tokens`.
+        num_blocks: blocks in the row. Rows of `naive` keep a placeholder for a released block.
+        holes: int32, local slots of dead tokens in owned blocks, in no order.
+    """
+
+    __slots__ = (
+        "req_id", "block_size", "num_computed_tokens", "num_physical_tokens", "num_live_tokens",
+        "num_blocks", "holes", "_dead_from", "_dead_to", "index_of", "id_at", "row", "pos_of", "block_id",
+        "live_in", "_free_handles", "_num_handles",
+    )  # fmt: skip
+
+    def __init__(self, req_id: str, block_size: int) -> None:
+        self.req_id, self.block_size = req_id, block_size
+        self.num_computed_tokens = self.num_physical_tokens = self.num_live_tokens = 0
+        self.num_blocks = 0
+        self.holes = NO_SLOTS
+        self._dead_from = self._dead_to = 0
+        self.index_of = np.full(256, -1, np.int32)
+        self.id_at = np.full(8 * block_size, -1, np.int32)
+        self.row = np.full(8, -1, np.int32)
+        self.pos_of = np.full(8, -1, np.int32)
+        self.block_id = np.full(8, -1, np.int32)
+        self.live_in = np.zeros(8, np.int32)  # live tokens per handle
+        self._free_handles: list[int] = []
+        self._num_handles = 0
+
+    # ---- derived numbers -------------------------------------------------------------------
+
+    @property
+    def num_evicted_tokens(self) -> int:
+        return self.num_computed_tokens - self.num_live_tokens
+
+    @property
+    def num_reclaimed_tokens(self) -> int:
+        """Logical length minus physical length: what the worker subtracts from positions."""
+        return self.num_computed_tokens - self.num_physical_tokens
+
+    @property
+    def num_holes(self) -> int:
+        return self.num_physical_tokens - self.num_live_tokens
+
+    @property
+    def is_packed(self) -> bool:
+        return self.num_physical_tokens == self.num_live_tokens
+
+    # ---- growth ----------------------------------------------------------------------------
+
+    def sync(self, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Register blocks and tokens that were appended since the last call.
+
+        Args:
+            block_ids: vLLM's whole row; entries past `num_blocks` are new.
+            num_computed_tokens: logical length now; ids from the old one on sit at the tail.
+        """
+        for block_id in block_ids[self.num_blocks :]:
+            self._add_block(block_id)
+        grown = num_computed_tokens - self.num_computed_tokens
+        if grown > 0:
+            self._append(grown)
+
+    def _add_block(self, block_id: int) -> int:
+        if self._free_handles:
+            handle = self._free_handles.pop()
+        else:
+            handle = self._num_handles
+            self._num_handles += 1
+            if handle >= len(self.pos_of):
+                self.pos_of = _grown(self.pos_of, handle + 1)
+                self.block_id = _grown(self.block_id, handle + 1)
+                self.live_in = _grown(self.live_in, handle + 1)
+            if (handle + 1) * self.block_size > len(self.id_at):
+                self.id_at = _grown(self.id_at, (handle + 1) * self.block_size)
+        if self.num_blocks >= len(self.row):
+            self.row = _grown(self.row, self.num_blocks + 1)
+        self.row[self.num_blocks] = handle
+        self.pos_of[handle] = self.num_blocks
+        self.block_id[handle] = block_id
+        self.live_in[handle] = 0
+        self.num_blocks += 1
+        return handle
+
+    def _append(self, count: int) -> None:
+        """Give the next `count` logical ids the next physical indices."""
+        N, first_id, first = self.block_size, self.num_computed_tokens, self.num_physical_tokens
+        last = first + count
+        assert last <= self.num_blocks * N, (self.req_id, last, self.num_blocks, N)
+        if first_id + count > len(self.index_of):
+            self.index_of = _grown(self.index_of, first_id + count)
+        physical = np.arange(first, last, dtype=np.int32)
+        local = self.row[physical // N] * N + physical % N
+        self.index_of[first_id : first_id + count] = local
+        self.id_at[local] = np.arange(first_id, first_id + count, dtype=np.int32)
+        touched = self.row[first // N : cdiv(last, N)]
+        self.live_in[touched] += np.bincount(
+            physical // N - first // N, minlength=len(touched)
+        ).astype(np.int32)
+        self.num_computed_tokens += count
+        self.num_physical_tokens += count
+        self.num_live_tokens += count
+
+    # ---- reading ---------------------------------------------------------------------------
+
+    def live_ids(self) -> np.ndarray:
+        """int32[T], live logical ids, ascending."""
+        live = np.flatnonzero(self.index_of[: self.num_computed_tokens] >= 0)
+        return live.astype(np.int32)
+
+    def oldest(self, count: int, first_id: int = 0) -> np.ndarray:
+        """int32[<= count], the lowest live ids >= first_id; O(count), however long the context.
+
+        Dead ids never come back, so the end of the dead run that starts at `first_id` is kept
+        from call to call.
+        """
+        if first_id != self._dead_from:
+            self._dead_from = self._dead_to = first_id
+        start, missing, width = self._dead_to, count, count + 32
+        found: list[np.ndarray] = []
+        while missing > 0 and start < self.num_computed_tokens:
+            stop = min(start + width, self.num_computed_tokens)
+            ids = np.flatnonzero(self.index_of[start:stop] >= 0)[:missing] + start
+            if not found:
+                self._dead_to = int(ids[0]) if len(ids) else stop
+            if len(ids):
+                found.append(ids)
+            missing -= len(ids)
+            start, width = stop, 2 * width
+        return np.concatenate(found).astype(np.int32) if found else NO_SLOTS
+
+    def physical_of(self, local: np.ndarray) -> np.ndarray:
+        """int32[K], physical indices of local slots."""
+        return self.pos_of[local // self.block_size] * self.block_size + local % self.block_size
+
+    def local_of(self, physical: np.ndarray) -> np.ndarray:
+        """int32[K], local slots of physical indices."""
+        return self.row[physical // self.block_size] * self.block_size + physical % self.block_size
+
+    def slots_of(self, local: np.ndarray) -> np.ndarray:
+        """int64[K], vLLM slots (block_id * block_size + offset) of local slots."""
+        blocks = self.block_id[local // self.block_size].astype(np.int64)
+        return blocks * self.block_size + local % self.block_size
+
+    def ids_by_physical_index(self) -> np.ndarray:
+        """int32[num_physical_tokens], the logical id at each physical index, -1 for a hole."""
+        N, used = self.block_size, cdiv(self.num_physical_tokens, self.block_size)
+        by_block = self.id_at.reshape(-1, N)[self.row[:used]]
+        return by_block.reshape(-1)[: self.num_physical_tokens]
+
+    def live_mask(self) -> np.ndarray:
+        """bool[num_physical_tokens], which physical indices hold a live token."""
+        return self.ids_by_physical_index() >= 0
+
+    def live_per_block(self) -> np.ndarray:
+        """int32[num_blocks], live tokens in each block of the row."""
+        return self.live_in[self.row[: self.num_blocks]]
+
+    def row_block_ids(self) -> np.ndarray:
+        """int32[num_blocks], vLLM block ids in row order."""
+        return self.block_id[self.row[: self.num_blocks]]
+
+    # ---- writing ---------------------------------------------------------------------------
+
+    def evict(self, ids: np.ndarray) -> np.ndarray:
+        """Mark live ids dead; nothing moves.
+
+        Returns:
+            int32[K], the local slots that became holes.
+        """
+        local = self.index_of[ids]
+        assert (local >= 0).all(), f"{self.req_id}: evicting a token that is not live"
+        self.index_of[ids] = -1
+        self.id_at[local] = -1
+        np.subtract.at(self.live_in, local // self.block_size, 1)
+        self.num_live_tokens -= len(ids)
+        self.holes = np.concatenate([self.holes, local]) if len(self.holes) else local
+        return local
+
+    def move(self, source: np.ndarray, destination: np.ndarray) -> None:
+        """Relocate live tokens from local slots to dead ones, all at once.
+
+        Every source is cleared and every destination written before anything can be read, so
+        the table never shows half a relocation.
+        """
+        ids = self.id_at[source]
+        assert (ids >= 0).all() and (self.id_at[destination] < 0).all(), self.req_id
+        self.id_at[source] = -1
+        self.id_at[destination] = ids
+        self.index_of[ids] = destination
+        N = self.block_size
+        np.subtract.at(self.live_in, source // N, 1)
+        np.add.at(self.live_in, destination // N, 1)
+
+    def put_next(self, local: int) -> None:
+        """Give the next logical id a dead slot inside the layout (slot reuse, no copy)."""
+        logical = self.num_computed_tokens
+        assert self.id_at[local] < 0
+        if logical >= len(self.index_of):
+            self.index_of = _grown(self.index_of, logical + 1)
+        self.index_of[logical] = local
+        self.id_at[local] = logical
+        self.live_in[local // self.block_size] += 1
+        self.num_computed_tokens += 1
+        self.num_live_tokens += 1
+
+    def set_row(self, kept: np.ndarray) -> np.ndarray:
+        """Keep only these row positions, in this order; forget the other blocks.
+
+        The caller has seen to it that no live token is left in a block that goes away, or moves
+        them in the same step (their ids stay in `id_at` until the handle is used again).
+
+        Returns:
+            int32, handles of the blocks that left the row.
+        """
+        old = self.row[: self.num_blocks].copy()
+        new = old[kept]
+        self.pos_of[old] = -1
+        self.pos_of[new] = np.arange(len(new), dtype=np.int32)
+        self.row[: len(new)] = new
+        self.num_blocks = len(new)
+        return old[self.pos_of[old] < 0]
+
+    def forget_handles(self, handles: np.ndarray) -> None:
+        """Let handles of blocks that left the row be used again; their slots must be empty."""
+        if not len(handles):
+            return
+        assert not self.live_in[handles].any(), f"{self.req_id}: a released block has live tokens"
+        slots = self.id_at.reshape(-1, self.block_size)
+        slots[handles] = -1
+        self._free_handles.extend(int(h) for h in handles)
+
+
+class TokenTable:
+    """All requests' tables, by request id, with the paper's interfaces."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._tables: dict[str, RequestTable] = {}
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._tables
+
+    def __iter__(self):
+        return iter(self._tables.values())
+
+    def get(self, req_id: str) -> RequestTable | None:
+        return self._tables.get(req_id)
+
+    def __getitem__(self, req_id: str) -> RequestTable:
+        return self._tables[req_id]
+
+    def add(self, req_id: str) -> RequestTable:
+        """Start an empty table for a request, replacing an older one of that id."""
+        table = self._tables[req_id] = RequestTable(req_id, self.block_size)
+        return table
+
+    def forget(self, req_id: str) -> None:
+        """Drop a request's table (finish, abort, preemption); unknown ids are fine."""
+        self._tables.pop(req_id, None)
+
+    def evict_token(self, req_id: str, token_id: int) -> None:
+        """Mark one logical id dead."""
+        self._tables[req_id].evict(np.array([token_id], np.int32))
+
+    def evict_tokens(self, req_id: str, token_ids: np.ndarray) -> np.ndarray:
+        """Mark logical ids dead; returns the local slots that became holes."""
+        return self._tables[req_id].evict(np.asarray(token_ids, np.int32))
+
+    def sync_new_tokens(self, req_id: str, block_ids: Sequence[int], total_len: int) -> None:
+        """Register a request's current row and length; ids are given out in order."""
+        table = self._tables.get(req_id) or self.add(req_id)
+        table.sync(block_ids, total_len)
+
+    def apply_moves(self, req_id: str, moves: tuple[np.ndarray, np.ndarray]) -> None:
+        """Relocate tokens: `moves` is (source, destination) local slots; atomic."""
+        self._tables[req_id].move(*moves)

@@ -1,0 +1,43 @@
+"""Small conversions between what people type and what the code counts."""
+
+from __future__ import annotations
+
+import re
+
+from vtoken.errors import ConfigError
+
+_MULTIPLIERS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def cdiv(a: int, b: int) -> int:
+    """Divide rounding up, for non-negative `a` and positive `b`."""
+    return -(-a // b)
+
+
+def parse_count(text: str | int, option: str) -> int:
+    """Read a whole number with vLLM's suffixes: 32K is 32,768, 32k is 32,000.
+
+    Raises:
+        ConfigError: `text` is not such a number.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text)
+    number = float(match[1]) * _MULTIPLIERS[match[2]] if match else 0.5
+    if number != int(number):
+        raise ConfigError(option, text, "a whole number, as in 4096, 4k (4,000) or 4K (4,096)")
+    return int(number)
+
+
+def parse_duration_s(text: str | float, option: str) -> float:
+    """Read a duration in seconds: 90, "90s", "5m", "1.5h".
+
+    Raises:
+        ConfigError: `text` is not such a duration.
+    """
+    if isinstance(text, (int, float)):
+        return float(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if not match:
+        raise ConfigError(option, text, "a duration such as 90s, 5m or 1.5h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
