@@ -1,0 +1,204 @@
+"""Traces: times, lengths, prefix hashes, and the token ids made up from them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vtoken.errors import ConfigError
+from vtoken.workloads import (
+    WorkloadRequest,
+    detect_format,
+    load_azure,
+    load_mooncake,
+    load_servegen,
+    load_workload,
+    scale_rate,
+    trace_token_ids,
+    with_arrivals,
+)
+
+DATA = Path(os.environ.get("VTOKEN_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
+needs_data = pytest.mark.skipif(
+    not DATA.is_dir(), reason=f"no workload data at {DATA}; set VTOKEN_TEST_DATA"
+)
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.0319600,3180,8
+2023-11-16 18:17:04.0319600,110,27
+"""
+SERVEGEN = "timestamp_s,input_tokens,output_tokens,reason_ratio\n1.5,10,20,0.1\n2.0,30,40,0.2\n"
+MOONCAKE = """{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+{"timestamp": 1500, "input_length": 513, "output_length": 6, "hash_ids": [0, 2]}
+"""
+
+
+def put(tmp_path: Path, name: str, text: str) -> Path:
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def test_azure(tmp_path):
+    path = put(tmp_path, "a.csv", AZURE)
+    requests = load_azure(path)
+    assert detect_format(path) == "azure"
+    assert [(r.prompt_len, r.output_len) for r in requests] == [(4808, 10), (3180, 8), (110, 27)]
+    assert [r.arrival_s for r in requests] == pytest.approx([0, 0.052, 0.052], abs=1e-6)
+    assert all(r.prompt is None and r.prompt_token_ids is None for r in requests)
+    zoned = AZURE.replace("00,", "00+00:00,")
+    assert load_azure(put(tmp_path, "z.csv", zoned))[1].arrival_s == pytest.approx(0.052, abs=1e-6)
+
+
+def test_servegen(tmp_path):
+    path = put(tmp_path, "s.csv", SERVEGEN)
+    assert detect_format(path) == "servegen"
+    assert [(r.arrival_s, r.prompt_len, r.output_len) for r in load_servegen(path)] == [
+        (0.0, 10, 20), (0.5, 30, 40),
+    ]  # fmt: skip
+
+
+def test_mooncake(tmp_path):
+    path = put(tmp_path, "m.jsonl", MOONCAKE)
+    assert detect_format(path) == "mooncake"
+    first, second = load_mooncake(path)
+    assert (second.arrival_s, second.prefix_block_tokens) == (1.5, 512)
+    assert second.prefix_hash_ids == (0, 2)
+    assert first.request_id != second.request_id
+    assert load_workload(path, num=1) == [first]
+    with pytest.raises(ConfigError, match="at most 2"):
+        load_workload(path, num=3)
+
+
+@pytest.mark.parametrize(
+    ("loader", "text", "line", "allowed"),
+    [
+        (load_azure, "TIMESTAMP,ContextTokens\n", 1, "GeneratedTokens missing"),
+        (load_azure, "", 1, "missing among nothing"),
+        (load_azure, AZURE + "2023-11-16 18:17:04.03,1,1\n", 5, "rows sorted by time"),
+        (load_azure, AZURE + "yesterday,1,1\n", 5, "a date and time"),
+        (load_azure, AZURE + "2023-11-16 18:17:05,0,1\n", 5, "prompt tokens of at least 1"),
+        (load_azure, AZURE + "2023-11-16 18:17:05,1,-3\n", 5, "output tokens of at least 1"),
+        (load_azure, AZURE + "2023-11-16 18:17:05,1\n", 5, "3 columns, found 2"),
+        (load_servegen, SERVEGEN + "1.9,1,1,0\n", 4, "this is 0.1 s back"),
+        (load_servegen, "timestamp_s,input_tokens,output_tokens\n-1,2,3\n", 2, "not -1 s"),
+        (load_servegen, "timestamp_s,input_tokens,output_tokens\nnan,2,3\n", 2, "at least 0"),
+        (load_servegen, "timestamp_s,input_tokens,output_tokens\nx,2,3\n", 2, "seconds"),
+        (load_servegen, "timestamp_s,input_tokens,output_tokens\n1,2.5,3\n", 2, "whole number"),
+        (load_mooncake, MOONCAKE + "{oops}\n", 3, "one JSON object per line"),
+        (load_mooncake, MOONCAKE + '{"timestamp": 1}\n', 3, "hash_ids missing"),
+        (load_mooncake, MOONCAKE.replace("1500", "-5"), 2, "at least 0"),
+        (load_mooncake, MOONCAKE.replace('"timestamp": 0', '"timestamp": 2000'), 2, "sorted"),
+        (load_mooncake, MOONCAKE.replace("1500", '"soon"'), 2, "milliseconds"),
+        (load_mooncake, MOONCAKE.replace("513", "512"), 2, "1 for 512 tokens, found 2"),
+        (load_mooncake, MOONCAKE.replace("[0, 2]", "[0, -2]"), 2, "hash_ids, a list"),
+        (load_mooncake, MOONCAKE.replace("513", "true"), 2, "prompt tokens"),
+    ],
+)
+def test_bad_rows_name_file_and_line(tmp_path, loader, text, line, allowed):
+    path = put(tmp_path, "bad", text)
+    with pytest.raises(ConfigError) as error:
+        loader(path)
+    assert error.value.value == f"{path}:{line}"
+    assert allowed in error.value.allowed, error.value
+    assert "\n" not in str(error.value)
+
+
+def test_trace_without_rows(tmp_path):
+    for loader, text in [(load_azure, AZURE.split("\n")[0]), (load_mooncake, "\n")]:
+        with pytest.raises(ConfigError, match="usable rows .0 rows"):
+            loader(put(tmp_path, "e", text))
+
+
+def lengths_only(prompt_len: int, hashes: tuple[int, ...] = ()) -> WorkloadRequest:
+    return WorkloadRequest(
+        request_id="r", prompt_len=prompt_len, output_len=1, prefix_hash_ids=hashes,
+        prefix_block_tokens=512 if hashes else 0,
+    )  # fmt: skip
+
+
+def test_token_ids_share_prefixes_exactly_where_hashes_do():
+    a = trace_token_ids(lengths_only(1500, (0, 1, 2)), vocab_size=50_000)
+    b = trace_token_ids(lengths_only(1400, (0, 1, 3)), vocab_size=50_000)
+    assert len(a) == 1500 and a.min() >= 0 and a.max() < 50_000
+    np.testing.assert_array_equal(a[:1024], b[:1024])
+    assert (a[1024:1400] == b[1024:]).mean() < 0.01
+    assert len(np.unique(a)) > 1400  # not a pattern that repeats
+    other_seed = trace_token_ids(lengths_only(1500, (0, 1, 2)), vocab_size=50_000, seed=1)
+    assert (a == other_seed).mean() < 0.01
+
+
+def test_token_ids_without_hashes_share_nothing():
+    a = trace_token_ids(lengths_only(600), vocab_size=50_000, index=0)
+    b = trace_token_ids(lengths_only(600), vocab_size=50_000, index=1)
+    hashed = trace_token_ids(lengths_only(600, (0, 1)), vocab_size=50_000)
+    assert max((a == b).mean(), (a == hashed).mean()) < 0.01
+    np.testing.assert_array_equal(a, trace_token_ids(lengths_only(600), vocab_size=50_000))
+
+
+def test_rate_scaling():
+    requests = [
+        WorkloadRequest(request_id=str(i), prompt_len=1, output_len=1, arrival_s=float(i))
+        for i in range(3)
+    ]
+    assert [r.arrival_s for r in scale_rate(requests, 2)] == [0, 0.5, 1.0]
+    with pytest.raises(ConfigError, match="--rate-scale"):
+        scale_rate(requests, 0)
+
+
+def test_open_loop_arrivals():
+    requests = [lengths_only(1)] * 4000
+    times = np.array([r.arrival_s for r in with_arrivals(requests, 5.0, seed=3)])
+    gaps = np.diff(times)
+    assert times[0] == 0 and (gaps >= 0).all()
+    assert gaps.mean() == pytest.approx(0.2, rel=0.1)
+    assert gaps.std() == pytest.approx(0.2, rel=0.1)  # Poisson: spread equals mean
+    bursty = np.diff([r.arrival_s for r in with_arrivals(requests, 5.0, burstiness=0.25)])
+    assert bursty.std() == pytest.approx(0.4, rel=0.15)
+    even = np.diff([r.arrival_s for r in with_arrivals(requests, 5.0, burstiness=float("inf"))])
+    assert even == pytest.approx(np.full(3999, 0.2))
+    assert {r.arrival_s for r in with_arrivals(requests, float("inf"))} == {0.0}
+    assert with_arrivals([], 5.0) == []
+    with pytest.raises(ConfigError, match="--request-rate"):
+        with_arrivals(requests, 0)
+    with pytest.raises(ConfigError, match="--burstiness"):
+        with_arrivals(requests, 1, burstiness=0)
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("name", "num", "last_s"),
+    [
+        ("AzureLLMInferenceTrace_conv.csv", 19366, None),
+        ("AzureLLMInferenceTrace_code.csv", 8819, None),
+        ("mooncake_conversation_4000.jsonl", 4000, 1301.999),
+        ("servegen_sampled_deepseek_r1_3000.csv", 3000, 153.642),
+    ],
+)
+def test_real_traces(name, num, last_s):
+    requests = load_workload(DATA / "traces" / name)
+    assert len(requests) == num
+    times = np.array([r.arrival_s for r in requests])
+    assert times[0] == 0 and (np.diff(times) >= 0).all()
+    if last_s:
+        assert times[-1] == pytest.approx(last_s)
+
+
+@needs_data
+def test_real_prefix_hashes_give_real_hits():
+    requests = load_mooncake(DATA / "traces" / "mooncake_conversation_4000.jsonl", num=40)
+    ids = [trace_token_ids(r, vocab_size=2**31) for r in requests]
+    for i, a in enumerate(requests):
+        for j, b in enumerate(requests[:i]):
+            pairs = zip(a.prefix_hash_ids, b.prefix_hash_ids)
+            shared = 0
+            for x, y in pairs:
+                if x != y:
+                    break
+                shared += 512
+            shared = min(shared, a.prompt_len, b.prompt_len)
+            same = ids[i][: len(ids[j])] == ids[j][: len(ids[i])]
+            assert (len(same) if same.all() else int(same.argmin())) == shared
