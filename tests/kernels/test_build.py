@@ -1,0 +1,186 @@
+"""Building, caching and choosing the kernels."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernel_problems import needs_cpp
+
+import vtoken.kernels as package
+from vtoken.errors import ConfigError, UnsupportedError
+from vtoken.kernels import build
+
+REPO = Path(build.__file__).parents[2]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of its own, a tiny source, and no kernels remembered by this process."""
+    monkeypatch.setenv("VTOKEN_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "csrc"
+    source.mkdir()
+    (source / "kernels.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int vtk_variant() { return 2; }'
+    )
+    monkeypatch.setattr(build, "SOURCE_DIR", source)
+    monkeypatch.setattr(package, "_loaded", {})
+    return tmp_path / "cache" / "kernels"
+
+
+@needs_cpp
+def test_built_once(cache, monkeypatch):
+    path = build.build("avx2")
+    assert path.parent == cache and path.exists()
+    stamp = path.stat().st_mtime_ns
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert build.build("avx2") == path and path.stat().st_mtime_ns == stamp
+    assert not list(cache.glob(".build-*"))
+
+
+@needs_cpp
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
+def test_a_corrupt_build_is_built_again(cache, damage):
+    path = build.build("avx2")
+    good = path.read_bytes()
+    path.write_bytes(good[: len(good) // 2] if damage is None else damage)
+    assert build.load_library("avx2").vtk_variant() == 2
+    assert build._intact(path)
+
+
+@needs_cpp
+def test_a_build_without_its_digest_is_built_again(cache):
+    path = build.build("avx2")
+    path.with_suffix(".sha256").unlink()
+    assert build.build("avx2") == path and build._intact(path)
+
+
+@needs_cpp
+def test_a_foreign_library_under_the_right_name_is_built_again(cache):
+    path = build.build("avx2")
+    source = build.SOURCE_DIR / "kernels.cpp"
+    good = source.read_text()
+    source.write_text(good.replace("return 2", "return 3"))
+    other = build.build("avx2")
+    path.unlink()  # the loader may have mapped it: a new file, not new contents
+    path.write_bytes(other.read_bytes())
+    path.with_suffix(".sha256").write_text(other.with_suffix(".sha256").read_text())
+    source.write_text(good)
+    assert build.load_library("avx2").vtk_variant() == 2
+
+
+@needs_cpp
+def test_source_flags_and_compiler_select_the_build(cache, monkeypatch):
+    key = build.build_key("g++", "avx2")
+    assert key != build.build_key("g++", "avx512")
+    monkeypatch.setattr(build, "compiler_version", lambda _: "another compiler 1.0")
+    assert build.build_key("g++", "avx2") != key
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "COMMON_FLAGS", ("-O1",))
+    assert build.build_key("g++", "avx2") != key
+
+
+@needs_cpp
+def test_a_stale_build_is_not_used(cache):
+    path = build.build("avx2")
+    source = build.SOURCE_DIR / "kernels.cpp"
+    source.write_text(source.read_text() + "\n// changed")
+    assert build.build("avx2") != path
+
+
+def _build_in_child(_):
+    return str(build.build("avx2"))
+
+
+@needs_cpp
+def test_processes_that_build_at_once_agree(cache):
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        paths = pool.map(_build_in_child, range(6))
+    assert len(set(paths)) == 1 and build._intact(Path(paths[0]))
+
+
+@needs_cpp
+def test_a_failing_compiler_falls_back_to_torch(cache, caplog):
+    (build.SOURCE_DIR / "kernels.cpp").write_text("not C++")
+    kernels = package.load()
+    assert kernels.name == "torch" and "error" in kernels.why
+    with pytest.raises(UnsupportedError, match="torch works"):
+        package.load("cpp")
+
+
+@needs_cpp
+def test_a_cache_that_cannot_be_written(cache, tmp_path, monkeypatch):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv("VTOKEN_CACHE", str(blocker))
+    assert build.load_library("avx2").vtk_variant() == 2
+
+
+def test_without_a_compiler(cache, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
+    ok, reason = package.available()
+    assert not ok
+    kernels = package.load()
+    assert kernels.name == "torch" and reason in kernels.why
+    assert len([r for r in caplog.records if r.name == "vtoken.kernels"]) == 1
+    package.load()
+    assert len([r for r in caplog.records if r.name == "vtoken.kernels"]) == 1
+
+
+def test_without_avx2(cache, monkeypatch):
+    monkeypatch.setattr(build, "cpu_flags", lambda: {"sse2"})
+    ok, reason = package.available()
+    assert not ok and "AVX2" in reason
+    assert package.load().name == "torch"
+
+
+def test_avx512_only_where_the_processor_has_it(monkeypatch):
+    full = build.NEEDED_CPU_FLAGS["avx512"]
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(build, "cpu_flags", lambda: full)
+    assert build.usable_variants() == ["avx512", "avx2"]
+    monkeypatch.setattr(build, "cpu_flags", lambda: full - {"avx512bw"})
+    assert build.usable_variants() == ["avx2"]
+
+
+@needs_cpp
+def test_avx512_compiles(tmp_path, monkeypatch):
+    """The real sources, for a processor this machine may not be."""
+    monkeypatch.setenv("VTOKEN_CACHE", str(tmp_path))
+    assert build.build("avx512").stat().st_size > 0
+
+
+@needs_cpp
+def test_a_miscomputing_build_is_not_used(monkeypatch):
+    from vtoken.kernels import cpp, selfcheck
+
+    def wrong(self, kv, slots, scores, layout):
+        scores[slots] += 1.0
+
+    monkeypatch.setattr(package, "_loaded", {})
+    monkeypatch.setattr(cpp.CppKernels, "_key_norms", wrong)
+    assert "key norms" in selfcheck.differs(cpp.CppKernels("avx2"))
+    assert package.load().name == "torch"
+
+
+def test_environment_chooses(monkeypatch):
+    monkeypatch.setenv("VTOKEN_KERNELS", "torch")
+    assert package.load().name == "torch"
+    monkeypatch.setenv("VTOKEN_KERNELS", "troch")
+    with pytest.raises(ConfigError, match="torch"):
+        package.load()
+
+
+def test_imports_no_engine():
+    code = "import vtoken.kernels, sys; vtoken.kernels.load('torch'); print('vllm' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,93 @@
+"""CPU kernels: attention over live tokens with fused score sums, relocation copies, key norms.
+
+    kernels = load()                       # C++ where it builds, torch elsewhere
+    layout = probe_layout(write, kv)       # once, at start-up
+    plan = kernels.plan(block_table, seq_lens, query_start_loc, block_size=16, live_mask=bits)
+    for layer in layers:                   # one plan serves all layers of a step
+        kernels.attention(plan, q, kv, out, layout=layout, scale=scale, step_scores=scores)
+    update(scores, ...)                    # scores.py: what the policy keeps
+
+`kernels.move` relocates tokens in all layers at once, `kernels.key_norms` scores keys as written.
+Every method is documented in base.py. `VTOKEN_KERNELS=torch|cpp` forces an implementation.
+
+This package imports torch and never vLLM; `python -m vtoken.kernels.bench` measures it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from vtoken.errors import ConfigError, UnsupportedError, nearest
+from vtoken.kernels.base import Kernels, Plan, pack_mask, unpack_mask
+from vtoken.kernels.build import available
+from vtoken.kernels.fallback import TorchKernels
+from vtoken.kernels.layout import KVLayout, check_supported, probe_layout
+
+__all__ = [
+    "KVLayout",
+    "Kernels",
+    "Plan",
+    "available",
+    "check_supported",
+    "load",
+    "pack_mask",
+    "probe_layout",
+    "unpack_mask",
+]
+
+logger = logging.getLogger("vtoken.kernels")
+IMPLEMENTATIONS = ("cpp", "torch")
+_loaded: dict[str, Kernels] = {}
+
+
+def load(force: str | None = None) -> Kernels:
+    """Choose the kernels: the forced ones, those of $VTOKEN_KERNELS, or C++ if it works here.
+
+    Each is built and checked once per process. Falling back to torch is said once in the log.
+
+    Raises:
+        ConfigError: an unknown name.
+        UnsupportedError: "cpp" was forced and does not work here.
+    """
+    option = "force" if force else "VTOKEN_KERNELS"
+    choice = force or os.environ.get("VTOKEN_KERNELS") or "auto"
+    if choice not in (*IMPLEMENTATIONS, "auto"):
+        raise ConfigError(option, choice, nearest(choice, IMPLEMENTATIONS))
+    if choice not in _loaded:
+        _loaded[choice] = _choose(choice, option)
+    return _loaded[choice]
+
+
+def _choose(choice: str, option: str) -> Kernels:
+    if choice == "torch":
+        return TorchKernels(f"torch, as {option} asks")
+    kernels, reason = _try_cpp()
+    if kernels is not None:
+        return kernels
+    if choice == "cpp":
+        raise UnsupportedError(option, choice, f"{reason}; torch works without")
+    logger.warning("C++ kernels not used: %s. Attention with holes and scores run on torch.", reason)
+    return TorchKernels(f"torch, because: {reason}")
+
+
+def _try_cpp() -> tuple[Kernels | None, str]:
+    from vtoken.kernels.build import BuildError, usable_variants
+    from vtoken.kernels.cpp import CppKernels
+    from vtoken.kernels.selfcheck import differs
+
+    ok, reason = available()
+    if not ok:
+        return None, reason
+    for variant in usable_variants():
+        try:
+            kernels = CppKernels(variant)
+            fault = differs(kernels)
+        except BuildError as error:
+            fault = str(error)
+        if fault is None:
+            kernels.why = f"C++ for {variant}, built with {reason.rsplit(', ')[-1]}"
+            return kernels, ""
+        reason = f"{variant}: {fault}"
+        logger.warning("C++ kernels for %s not used: %s", variant, fault)
+    return None, reason

@@ -1,0 +1,221 @@
+"""Compile the C++ kernels at first use, once per source, compiler, flags and instruction set.
+
+The build lands in `$VTOKEN_CACHE/kernels` or `~/.cache/vtoken/kernels`, written under a temporary
+name and renamed, behind a file lock, with its digest beside it: what does not match is built again.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+SOURCE_DIR = Path(__file__).parent / "csrc"
+COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
+VARIANTS = {
+    "avx512": (
+        "-DVT_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
+        "-mavx2", "-mfma", "-mf16c",
+    ),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+}  # fmt: skip
+NEEDED_CPU_FLAGS = {
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"},
+    "avx2": {"avx2", "fma", "f16c"},
+}
+COMPILE_TIMEOUT_S = 300
+
+
+class BuildError(Exception):
+    """The kernels cannot be built or loaded here; the message says why in one line."""
+
+
+def cpu_flags() -> set[str]:
+    """Instruction sets that the processor and the system offer, in Linux's spelling."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return set(match[1].split()) if match else set()
+
+
+def usable_variants() -> list[str]:
+    """Names of VARIANTS this processor runs, the fastest first."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return []
+    flags = cpu_flags()
+    return [name for name, needed in NEEDED_CPU_FLAGS.items() if needed <= flags]
+
+
+def find_compiler() -> str | None:
+    """Path of a C++ compiler: $CXX, g++, c++ or clang++."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    return None
+
+
+def available() -> tuple[bool, str]:
+    """Whether the C++ kernels can be built and run here, and why or why not.
+
+    Compiles nothing.
+    """
+    variants = usable_variants()
+    if not variants:
+        return False, f"needs x86-64 Linux with AVX2, FMA and F16C; this is {platform.machine()}"
+    compiler = find_compiler()
+    if compiler is None:
+        return False, "no C++ compiler found (set CXX, or install g++)"
+    return True, f"{variants[0]}, {compiler}"
+
+
+def cache_dir() -> Path:
+    """Folder of compiled kernels."""
+    root = os.environ.get("VTOKEN_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "vtoken") / "kernels"
+
+
+def build_key(compiler: str, variant: str) -> str:
+    """Hash of everything that shapes the result: sources, compiler version, flags."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCE_DIR.iterdir()):
+        if path.suffix in (".h", ".cpp"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update(" ".join((*COMMON_FLAGS, *VARIANTS[variant])).encode())
+    digest.update(compiler_version(compiler).encode())
+    return digest.hexdigest()[:24]
+
+
+def compiler_version(compiler: str) -> str:
+    """First line of `compiler --version`.
+
+    Raises:
+        BuildError: the compiler does not run.
+    """
+    try:
+        done = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{compiler} does not run: {error}") from error
+    return done.stdout.splitlines()[0] if done.stdout else compiler
+
+
+def build(variant: str, *, rebuild: bool = False) -> Path:
+    """Return the compiled library of a variant, compiling it where the cache has none.
+
+    Args:
+        rebuild: ignore what is cached (it loaded badly).
+
+    Raises:
+        BuildError: no compiler, or it failed.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler found (set CXX, or install g++)")
+    folder = _writable(cache_dir())
+    target = folder / f"kernels-{variant}-{build_key(compiler, variant)}.so"
+    if not rebuild and _intact(target):
+        return target
+    with _locked(target.with_suffix(".lock")):
+        # Another process may have built it while this one waited.
+        if rebuild or not _intact(target):
+            _compile(compiler, variant, target)
+    return target
+
+
+def load_library(variant: str) -> ctypes.CDLL:
+    """Load a variant; a cached build that does not load or answers wrongly is built again.
+
+    Raises:
+        BuildError: it does not work even when freshly built.
+    """
+    error: Exception | None = None
+    for rebuild in (False, True):
+        path = build(variant, rebuild=rebuild)
+        try:
+            library = ctypes.CDLL(str(path))
+            if library.vtk_variant() == {"avx2": 2, "avx512": 512}[variant]:
+                return library
+            error = BuildError(f"{path.name} is another variant")
+            _ctypes.dlclose(library._handle)  # or the loader answers with it again, by name
+        except (OSError, AttributeError) as caught:
+            error = caught
+    raise BuildError(f"the compiled kernels do not load: {error}")
+
+
+def _compile(compiler: str, variant: str, target: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".build-", suffix=".so")
+    os.close(handle)
+    temporary = Path(name)
+    command = [
+        compiler, *COMMON_FLAGS, *VARIANTS[variant], str(SOURCE_DIR / "kernels.cpp"), "-o", name,
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            lines = (done.stderr.strip() or "no message").splitlines()
+            told = next((line for line in lines if "error" in line), lines[0])
+            raise BuildError(f"{Path(compiler).name} failed: {told}")
+        digest = _digest(temporary)
+        # The library first: a reader that sees a new library with an old digest rebuilds, no more.
+        os.replace(temporary, target)
+        _digest_file(target).write_text(digest)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{Path(compiler).name} failed: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _intact(target: Path) -> bool:
+    # A truncated library would not fail to load, it would kill the process (SIGBUS).
+    try:
+        return _digest_file(target).read_text() == _digest(target)
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_file(target: Path) -> Path:
+    return target.with_suffix(".sha256")
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, or a private temporary one where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError:
+        pass
+    global _fallback_dir
+    if _fallback_dir is None:
+        _fallback_dir = tempfile.TemporaryDirectory(prefix="vtoken-kernels-")
+    return Path(_fallback_dir.name)
+
+
+_fallback_dir: tempfile.TemporaryDirectory | None = None
+
+
+@contextmanager
+def _locked(path: Path):
+    import fcntl  # not on Windows, where nothing gets this far
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,78 @@
+// The two inner loops: R query rows against 16-token groups of K, and R rows of P against rows of V.
+//
+// K of a (block, head) is [D, k_group]: 16 tokens of one dim are adjacent, so a group is read as D
+// vectors `step` cells apart and no horizontal sum is needed. V is [N, D]: one row a token.
+// Both prefetch what comes next: the hardware does not follow a block table.
+#pragma once
+#include "plan.h"
+#ifdef VT_AVX512
+#include "vec_avx512.h"
+#else
+#include "vec_avx2.h"
+#endif
+
+namespace vt {
+
+constexpr int kMaxRows = 6;  // query rows of one inner loop
+
+// s[r][g] = sum over d of q[d][r] * k[g][d * step .. + 16]
+template <class C, int R, int NG>
+static inline void qk(const float* q, const typename C::T* const* k,
+                      const typename C::T* const* next, int64_t step, int D, V16 (&s)[R][NG]) {
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < NG; g++) s[r][g] = zero();
+  const typename C::T *kp[NG], *np[NG];
+  for (int g = 0; g < NG; g++) kp[g] = k[g], np[g] = next[g];
+  for (int d = 0; d < D; d++, q += R) {
+    S1 b[R];
+    for (int r = 0; r < R; r++) b[r] = broadcast(q + r);
+    for (int g = 0; g < NG; g++) {
+      V16 x = C::load16(kp[g]);
+      __builtin_prefetch(np[g]);
+      kp[g] += step;
+      np[g] += step;
+      for (int r = 0; r < R; r++) s[r][g] = fma(b[r], x, s[r][g]);
+    }
+  }
+}
+
+// o[r][16 * NV] += sum over t of p[r][t] * v[t]; `o` keeps the cell's register order.
+template <class C, int R, int NV>
+static inline void pv(const float* p, int64_t ld, const typename C::T* const* v, int n, int d0,
+                      float* o, int64_t ldo, bool prefetch) {
+  V16 a[R][NV];
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < NV; j++) a[r][j] = load(o + r * ldo + d0 + 16 * j);
+  for (int t = 0; t < n; t++) {
+    const typename C::T* x = v[t] + d0;
+    if (prefetch) {
+      const typename C::T* next = v[t + n] + d0;
+      for (int j = 0; j < NV; j++) __builtin_prefetch(next + 16 * j);
+    }
+    S1 b[R];
+    for (int r = 0; r < R; r++) b[r] = broadcast(p + r * ld + t);
+    for (int j = 0; j < NV; j++) {
+      V16 y = C::load16(x + 16 * j);
+      for (int r = 0; r < R; r++) a[r][j] = fma(b[r], y, a[r][j]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < NV; j++) store(o + r * ldo + d0 + 16 * j, a[r][j]);
+}
+
+// tanh with a relative error near float32's: a polynomial near zero, 1 - 2 / (e^2x + 1) elsewhere.
+static inline V16 tanh16(V16 x) {
+  V16 z = mul(x, x);
+  V16 p = splat(-5.70498872745e-3f);
+  p = fma(p, z, splat(2.06390887954e-2f));
+  p = fma(p, z, splat(-5.37397155531e-2f));
+  p = fma(p, z, splat(1.33314422036e-1f));
+  p = fma(p, z, splat(-3.33332819422e-1f));
+  V16 small = fma(mul(p, z), x, x);
+  V16 m = abs16(x);
+  V16 e = exp16(min(add(m, m), splat(80.f)));
+  V16 big = sub(splat(1.f), div(splat(2.f), add(e, splat(1.f))));
+  return pick_signed(x, 0.625f, small, big);
+}
+
+}  // namespace vt
