@@ -1,5 +1,6 @@
 """Workloads: datasets, traces and made-up prompts, all as lists of `WorkloadRequest`.
 
+Files:
     files.py      reading with errors that name file and line
     chat.py       ShareGPT            longbench.py   LongBench, JSONL prompts
     traces.py     Azure, Mooncake, ServeGen: lengths and times, no text

@@ -154,9 +154,7 @@ def _turns(path: Path, line: int, row: dict) -> list[tuple[str, str]]:
     return turns
 
 
-def _split(
-    turns: list[tuple[str, str]], which: str
-) -> tuple[list[tuple[str, str]], str] | None:
+def _split(turns: list[tuple[str, str]], which: str) -> tuple[list[tuple[str, str]], str] | None:
     """Split into (turns of the prompt, answer), or None where no human turn has an answer."""
     answered = [
         i for i in range(len(turns) - 1)

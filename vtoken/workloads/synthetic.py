@@ -48,8 +48,11 @@ def random_prompts(
         ids[: len(name)] = allowed[name]
         requests.append(
             WorkloadRequest(
-                request_id=f"random-{repeat}-{index}", prompt_token_ids=ids.tolist(),
-                prompt_len=prompt_len, output_len=output_len, dataset="random",
+                request_id=f"random-{repeat}-{index}",
+                prompt_token_ids=ids.tolist(),
+                prompt_len=prompt_len,
+                output_len=output_len,
+                dataset="random",
             )  # fmt: skip
         )
     return requests
@@ -115,9 +118,12 @@ def shared_prefix_prompts(
         ids = prefixes[index // degree] + suffixes[index]
         requests.append(
             WorkloadRequest(
-                request_id=f"shared-{repeat}-{index}", prompt_token_ids=ids, prompt_len=len(ids),
+                request_id=f"shared-{repeat}-{index}",
+                prompt_token_ids=ids,
+                prompt_len=len(ids),
                 prompt=None if tokenizer is None else tokenizer.decode(ids),
-                output_len=output_len, dataset=f"shared-prefix-{degree}",
+                output_len=output_len,
+                dataset=f"shared-prefix-{degree}",
                 metadata={"group": index // degree, "prefix_len": prefix_len},
             )  # fmt: skip
         )
@@ -180,9 +186,13 @@ def needle_prompts(
         ids = head + opening + body + tail
         requests.append(
             WorkloadRequest(
-                request_id=f"needle-{repeat}-{index}", prompt=tokenizer.decode(ids),
-                prompt_token_ids=ids, prompt_len=prompt_len, output_len=output_len,
-                answers=(codes[0],), dataset="needle" if not num_distractors else "needle-multikey",
+                request_id=f"needle-{repeat}-{index}",
+                prompt=tokenizer.decode(ids),
+                prompt_token_ids=ids,
+                prompt_len=prompt_len,
+                output_len=output_len,
+                answers=(codes[0],),
+                dataset="needle" if not num_distractors else "needle-multikey",
                 metadata={"depth_frac": depth, "key": keys[0]},
             )  # fmt: skip
         )
