@@ -23,7 +23,7 @@ MODEL_NAMES: tuple[str, ...] = ("smollm2-135m", *_TINY_NAMES)
 """Names that `prepare` knows; everything else is a path or a Hugging Face id."""
 
 # Raised whenever a converter or generator writes something different: older copies are rebuilt.
-_FORMAT = {"smollm2-135m": 1, **{name: 1 for name in _TINY_NAMES}}
+_FORMAT = {"smollm2-135m": 1, **{name: 2 for name in _TINY_NAMES}}
 
 _HF_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
