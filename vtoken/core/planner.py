@@ -329,14 +329,17 @@ class RequestPlanner:
     # ---- finalize --------------------------------------------------------------------------
 
     def finalize(
-        self, state: RequestState, num_new_tokens: int, block_ids: Sequence[int]
+        self,
+        state: RequestState,
+        num_new_tokens: int,
+        row_from: Callable[[int], Sequence[int]],
     ) -> RequestStep | None:
         """Place survivors and new tokens; describe the change for the workers.
 
         Args:
             state: after `execute` in this step, or with holes left from earlier steps.
             num_new_tokens: tokens scheduled in this step, 0 when the request was passed over.
-            block_ids: vLLM's row after allocation.
+            row_from: gives vLLM's row after allocation, from a position on.
 
         Returns:
             None for plain growth, which the table takes in when it is next read.
@@ -348,9 +351,9 @@ class RequestPlanner:
         rest = num_new_tokens
         if state.packs:
             rest = self._pack(state, num_new_tokens, step)
-            table.sync(block_ids, table.num_computed_tokens)
+            table.sync(row_from(table.num_blocks), table.num_computed_tokens)
         else:
-            table.sync(block_ids, table.num_computed_tokens)
+            table.sync(row_from(table.num_blocks), table.num_computed_tokens)
             if self.settings.moves and num_new_tokens == 1 and len(table.holes):
                 self._reuse_hole(table, int(table.holes[-1]), step)
                 table.holes = table.holes[:-1]
@@ -358,7 +361,7 @@ class RequestPlanner:
         if executed and (step.move_source is not None or state.num_released):
             self.counters.relocation_events += 1
         if rest:
-            table.sync(block_ids, table.num_computed_tokens + rest)
+            table.sync((), table.num_computed_tokens + rest)
         self._describe_layout(table, step, executed)
         state.executed, state.packs, state.kept, state.pack_order = False, False, None, None
         state.num_released = 0

@@ -89,14 +89,14 @@ class RequestTable:
 
     # ---- growth ----------------------------------------------------------------------------
 
-    def sync(self, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+    def sync(self, new_block_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Register blocks and tokens that were appended since the last call.
 
         Args:
-            block_ids: vLLM's whole row; entries past `num_blocks` are new.
+            new_block_ids: vLLM's row from position `num_blocks` on.
             num_computed_tokens: logical length now; ids from the old one on sit at the tail.
         """
-        for block_id in block_ids[self.num_blocks :]:
+        for block_id in new_block_ids:
             self._add_block(block_id)
         grown = num_computed_tokens - self.num_computed_tokens
         if grown > 0:
@@ -314,7 +314,7 @@ class TokenTable:
     def sync_new_tokens(self, req_id: str, block_ids: Sequence[int], total_len: int) -> None:
         """Register a request's current row and length; ids are given out in order."""
         table = self._tables.get(req_id) or self.add(req_id)
-        table.sync(block_ids, total_len)
+        table.sync(block_ids[table.num_blocks :], total_len)
 
     def apply_moves(self, req_id: str, moves: tuple[np.ndarray, np.ndarray]) -> None:
         """Relocate tokens: `moves` is (source, destination) local slots; atomic."""

@@ -1,0 +1,322 @@
+"""The one brain in the scheduler process: joins vLLM's requests and blocks to our planner.
+
+Called in this order in every step (DESIGN section 4):
+
+    begin_step     head of schedule(): who is due, and which ids go; nothing changes
+    execute        from allocate_slots, per request: ids die, blocks go back to the pool
+    finalize       from _update_after_schedule: placement with the real token counts, StepPlan
+    forget         request finished, aborted or preempted
+"""
+
+from __future__ import annotations
+
+import time
+from zlib import crc32
+
+import numpy as np
+
+from vtoken.config import VTokenConfig
+from vtoken.core.events import Counters, RequestStep, StepPlan, TraceEntry, build_step_plan
+from vtoken.core.planner import (
+    NEVER,
+    PlannerSettings,
+    RequestPlanner,
+    RequestState,
+)
+from vtoken.core.table import NO_SLOTS, TokenTable
+from vtoken.policies.base import ScoreKind
+from vtoken.vllm_plugin.scores import ReportBook
+from vtoken.vllm_plugin.sizing import peak_tokens
+
+
+class SchedulerHooks:
+    """State and decisions of vToken in one scheduler.
+
+    Attributes:
+        states: per running request; made when it is first scheduled, gone with its blocks.
+        counters: running totals.
+        trace: TraceEntry of every scheduled request and step, when the config asks for it.
+    """
+
+    def __init__(self, config: VTokenConfig, scheduler, manager) -> None:
+        self.config = config
+        self.scheduler, self.manager = scheduler, manager
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.block_size = manager.block_size
+        self.caching = manager.enable_caching
+        self.budget = config.make_budget(self.block_size)
+        self.counters = Counters()
+        self.planner = RequestPlanner(
+            PlannerSettings(
+                moves=config.mode == "vtoken",
+                fragmentation_threshold=config.fragmentation_threshold,
+                seed=config.seed,
+            ),
+            self.counters,
+        )
+        self.tables = TokenTable(self.block_size)
+        self.states: dict[str, RequestState] = {}
+        self.step_seq = 0
+        self.trace: list[TraceEntry] = []
+        self.scored = self.budget is not None and self.budget.policy.score_kind != ScoreKind.NONE
+        self.reports = ReportBook()
+        self._plans: dict[str, np.ndarray] = {}
+        self._executed: list[str] = []
+        self._num_new_tokens = 0  # of the request that allocate_slots is working on
+        self._sharing: set[str] = set()  # requests with protected tokens when last looked
+
+    # ---- head of the step ------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Find requests that are due and let their policies name victims."""
+        self.step_seq += 1
+        self.counters.hook_calls += 1
+        self._plans.clear()
+        self._executed.clear()
+        states = self.states
+        due = [
+            r
+            for r in self.scheduler.running
+            if r.num_computed_tokens >= states[r.request_id].next_eviction_len
+            or r.request_id in self._sharing
+        ]
+        if not due:
+            return
+        start = time.perf_counter()
+        for request in due:
+            self._decide(request, states[request.request_id])
+        self.counters.plan_s += time.perf_counter() - start
+
+    def _decide(self, request, state: RequestState) -> None:
+        req_id, length = request.request_id, request.num_computed_tokens
+        blocks = self.manager.req_to_blocks[req_id]
+        self._sync(state, blocks, length)
+        pinned = self._pinned(blocks) if self.caching else None
+        protected_ids = self._protect(state, pinned)
+        num_evict = self.planner.num_to_evict(state, length)
+        if num_evict < state.budget.interval_tokens:
+            self.planner.schedule_next(state, length)
+            return
+        scores = None
+        if self.scored:
+            scores = self.reports.scores_for(req_id, self.step_seq - 2, length)
+            if scores is None:
+                return  # not asked for in time: finalize asks, and the request stays due
+        victims = self.planner.decide(
+            state,
+            num_evict=num_evict,
+            protected_ids=protected_ids,
+            scores=scores,
+            token_ids=lambda: np.asarray(request.all_token_ids, np.int32),
+        )
+        if len(victims):
+            self._plans[req_id] = victims
+
+    def _sync(self, state: RequestState, blocks, length: int) -> None:
+        table = state.table
+        table.sync([b.block_id for b in blocks[table.num_blocks :]], length)
+
+    def _pinned(self, blocks) -> np.ndarray | None:
+        """bool[B], blocks that other requests hold too; None when there are none."""
+        shared = [i for i, b in enumerate(blocks) if b.ref_cnt > 1 and not b.is_null]
+        if not shared:
+            return None
+        pinned = np.zeros(len(blocks), bool)
+        pinned[shared] = True
+        return pinned
+
+    def _protect(self, state: RequestState, pinned: np.ndarray | None) -> np.ndarray | None:
+        """Live ids in shared blocks, ascending; keeps `num_protected` up to date."""
+        table = state.table
+        if pinned is None:
+            state.num_protected = 0
+            self._sharing.discard(table.req_id)
+            return None
+        N = self.block_size
+        handles = table.row[: table.num_blocks][pinned[: table.num_blocks]]
+        ids = table.id_at.reshape(-1, N)[handles].reshape(-1)
+        ids = np.sort(ids[ids >= 0])
+        state.num_protected = len(ids)
+        self._sharing.add(table.req_id)
+        return ids
+
+    # ---- while vLLM allocates --------------------------------------------------------------
+
+    def note_allocation(self, num_new_tokens: int) -> None:
+        """allocate_slots is about to serve a request with this many new tokens."""
+        self._num_new_tokens = num_new_tokens
+
+    def execute(self, req_id: str) -> None:
+        """Carry out a request's plan of this step: once, however often allocation is retried."""
+        victims = self._plans.pop(req_id, None)
+        if victims is None:
+            return
+        start = time.perf_counter()
+        self._execute(req_id, victims)
+        self.counters.plan_s += time.perf_counter() - start
+
+    def _execute(self, req_id: str, victims: np.ndarray, under_pressure: bool = False) -> None:
+        state, blocks = self.states[req_id], self.manager.req_to_blocks[req_id]
+        pinned = self._pinned(blocks) if self.caching else None
+        release = self.planner.execute(
+            state, victims, self._num_new_tokens, pinned, under_pressure
+        )
+        self._executed.append(req_id)
+        self.planner.schedule_next(state, state.table.num_computed_tokens)
+        if release is None:
+            return
+        if self.caching and len(release.rewritten):
+            # Before anybody is admitted in this step: an admission could otherwise hit a block
+            # that is about to be rewritten.
+            hashed = {
+                blocks[i].block_id for i in release.rewritten if blocks[i].block_hash is not None
+            }
+            if hashed:
+                self.pool.evict_blocks(hashed)
+        gone = [blocks[i] for i in release.released]
+        if release.leaves_placeholder:
+            for i in release.released:
+                blocks[i] = self.pool.null_block
+        elif release.kept is not None:  # shorter, or the same blocks in another order
+            blocks[:] = [blocks[i] for i in release.kept]
+        if gone:
+            self._give_back(req_id, blocks, gone)
+
+    def _give_back(self, req_id: str, blocks: list, gone: list) -> None:
+        free_before = self.pool.get_num_free_blocks()
+        # The tail goes first: the front of a sequence is worth more to the prefix cache.
+        self.pool.free_blocks(reversed(gone))
+        self.counters.released_blocks += self.pool.get_num_free_blocks() - free_before
+        cached = self.manager.num_cached_block
+        if req_id in cached:
+            cached[req_id] = min(cached[req_id], len(blocks))
+
+    def num_slots_needed(self, req_id: str, num_tokens: int) -> int:
+        """Tokens' worth of slots a request needs to have `num_tokens` logical tokens computed."""
+        state = self.states.get(req_id)
+        if state is None or not (state.executed or state.table.num_evicted_tokens):
+            return num_tokens
+        request = self.scheduler.requests[req_id]
+        if not state.executed:
+            self._sync(state, self.manager.req_to_blocks[req_id], request.num_computed_tokens)
+        new_tokens = num_tokens - request.num_computed_tokens
+        return self.planner.num_blocks_needed(state, new_tokens) * self.block_size
+
+    def admission_cap_tokens(self, req_id: str, num_tokens: int) -> int:
+        """Slots to reserve when a request is admitted: its peak, eviction between chunks counted."""
+        if self.budget is None or self.config.mode != "vtoken":
+            return num_tokens
+        return peak_tokens(self.budget, num_tokens, self.block_size)
+
+    def has_evicted(self, req_id: str) -> bool:
+        state = self.states.get(req_id)
+        return state is not None and (state.executed or state.table.num_evicted_tokens > 0)
+
+    # ---- end of schedule() -----------------------------------------------------------------
+
+    def finalize(self, scheduler_output) -> StepPlan | None:
+        """Place tokens with the real counts; runs before vLLM advances the lengths."""
+        start = time.perf_counter()
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        self._add_states(scheduler_output)
+        steps: list[RequestStep] = []
+        for req_id in self._executed:
+            state = self.states.get(req_id)
+            if state is not None:  # else preempted after its plan was carried out
+                self._finalize_one(req_id, state, num_scheduled.get(req_id, 0), steps)
+        if self.config.fragmentation_threshold > 0.0:
+            for req_id, n in num_scheduled.items():
+                state = self.states[req_id]
+                if n == 1 and len(state.table.holes) and not state.executed:
+                    if req_id not in self._executed:
+                        self._finalize_one(req_id, state, n, steps)
+        asks = self._ask_for_reports(num_scheduled) if self.scored else []
+        if self.config.trace:
+            self._record_trace(num_scheduled)
+        plan = build_step_plan(self.step_seq, steps, asks)
+        self.counters.finalize_s += time.perf_counter() - start
+        return plan
+
+    def _finalize_one(self, req_id: str, state: RequestState, n: int, steps: list) -> None:
+        blocks = self.manager.req_to_blocks[req_id]
+        if not state.executed:
+            length = self.scheduler.requests[req_id].num_computed_tokens
+            self._sync(state, blocks, length)
+        step = self.planner.finalize(
+            state, n, lambda start: [b.block_id for b in blocks[start:]]
+        )
+        if step is not None:
+            steps.append(step)
+
+    def _add_states(self, scheduler_output) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            self._add_state(new.req_id)
+        for req_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self._add_state(req_id)
+
+    def _add_state(self, req_id: str) -> None:
+        request = self.scheduler.requests[req_id]
+        prompt = np.asarray(request.prompt_token_ids, np.int32)
+        state = RequestState(
+            table=self.tables.add(req_id),
+            budget=self.budget,
+            num_prompt_tokens=request.num_prompt_tokens,
+            prompt_hash=crc32(prompt.tobytes()),
+        )
+        self.planner.schedule_next(state, request.num_computed_tokens)
+        self.states[req_id] = state
+
+    def _ask_for_reports(self, num_scheduled: dict[str, int]) -> list[str]:
+        """Requests that may be due two steps from now; remember which id sits where."""
+        asks = []
+        for req_id, n in num_scheduled.items():
+            state, request = self.states[req_id], self.scheduler.requests[req_id]
+            if state.next_eviction_len >= NEVER:
+                continue
+            length = request.num_computed_tokens + n
+            rest = request.num_tokens - length
+            next_chunk = min(rest, self.scheduler.max_num_scheduled_tokens) if rest > 1 else 1
+            if length + next_chunk < state.next_eviction_len:
+                continue
+            if n == 1 and self.reports.asked_at(req_id) == self.step_seq - 1:
+                continue  # the report of the last step is the one the coming decision uses
+            self._sync(state, self.manager.req_to_blocks[req_id], length)
+            self.reports.ask(req_id, self.step_seq, state.table.ids_by_physical_index())
+            asks.append(req_id)
+        return asks
+
+    def _record_trace(self, num_scheduled: dict[str, int]) -> None:
+        for req_id, n in num_scheduled.items():
+            state, request = self.states[req_id], self.scheduler.requests[req_id]
+            first = request.num_computed_tokens
+            blocks = self.manager.req_to_blocks[req_id]
+            self._sync(state, blocks, first + n)
+            live = state.table.live_ids()
+            self.trace.append(
+                TraceEntry(
+                    req_id=req_id,
+                    step_seq=self.step_seq,
+                    first_id=first,
+                    num_new_tokens=n,
+                    live_ids=live[live < first],
+                    num_preemptions=request.num_preemptions,
+                    num_blocks=sum(not b.is_null for b in blocks),
+                )
+            )
+
+    # ---- the end of a request --------------------------------------------------------------
+
+    def forget(self, req_id: str) -> None:
+        """Drop everything known of a request whose blocks are being freed."""
+        self.states.pop(req_id, None)
+        self.tables.forget(req_id)
+        self._plans.pop(req_id, None)
+        self._sharing.discard(req_id)
+        self.reports.forget(req_id)
+
+    def take_scores(self, reports) -> None:
+        """Take in the ScoreReports of a finished step."""
+        self.reports.receive(reports)
+
+
+__all__ = ["SchedulerHooks", "NO_SLOTS"]

@@ -1,0 +1,88 @@
+"""vLLM's general plugin: `LLM(..., additional_config={"vtoken": {...}})` and nothing else.
+
+Loaded by vLLM in every one of its processes, several times. Does nothing unless a config asks for
+vToken; then it names our scheduler and worker where the user named none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+logger = logging.getLogger("vllm.vtoken")
+
+SCHEDULER = "vtoken.vllm_plugin.scheduler.VTokenScheduler"
+ASYNC_SCHEDULER = "vtoken.vllm_plugin.scheduler.VTokenAsyncScheduler"
+CPU_WORKER = "vtoken.vllm_plugin.worker.VTokenCPUWorker"
+GPU_WORKER = "vtoken.vllm_plugin.gpu_worker.VTokenGPUWorker"
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`; may be called again."""
+    from vtoken.errors import UnsupportedError
+    from vtoken.vllm_plugin import compat
+
+    try:
+        compat.check_version(compat.vllm_version())
+    except UnsupportedError as error:
+        # Somebody may run an untested vLLM without vToken: refuse only when it is asked for.
+        logger.debug("vToken is not available: %s", error)
+        return
+    from vtoken.vllm_plugin.manager import register_spec
+
+    register_spec()
+    _wrap_config_creation()
+
+
+def _wrap_config_creation() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs.create_engine_config
+    if getattr(stock, "is_vtoken", False):
+        return
+
+    @functools.wraps(stock)
+    def create_engine_config(self, *args, **kwargs):
+        wants = wants_vtoken(self.additional_config)
+        if wants and self.worker_cls == "auto":
+            self.worker_cls = _worker_for_platform()
+        vllm_config = stock(self, *args, **kwargs)
+        if wants:
+            finish_config(vllm_config)
+        return vllm_config
+
+    create_engine_config.is_vtoken = True
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def wants_vtoken(additional_config) -> bool:
+    """Whether a config has vToken settings whose mode installs hooks."""
+    data = additional_config.get("vtoken") if isinstance(additional_config, dict) else None
+    if data is None:
+        return False
+    from vtoken.config import VTokenConfig
+
+    return VTokenConfig.from_mapping(data).hooks_installed
+
+
+def _worker_for_platform() -> str:
+    from vllm.platforms import current_platform
+
+    return CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+
+
+def finish_config(vllm_config) -> None:
+    """Check a finished VllmConfig and name our scheduler where the user named none.
+
+    Raises:
+        ConfigError: a setting is wrong, or the engine has a feature that is not supported.
+    """
+    from vtoken.vllm_plugin.sizing import config_of
+    from vtoken.vllm_plugin.support import check_config_supported
+
+    config = config_of(vllm_config)
+    check_config_supported(vllm_config, config)
+    config.make_budget(vllm_config.cache_config.block_size)
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER

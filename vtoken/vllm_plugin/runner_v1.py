@@ -1,0 +1,166 @@
+"""Model Runner V1 with vToken's layouts: moves, rows, physical lengths and slots.
+
+The mixin goes over vLLM's CPU runner and over GPUModelRunner (VLLM_USE_V2_MODEL_RUNNER=0). The
+order inside a step matters: moves first (their sources may lie in blocks that were freed and are
+handed out, zeroed or copied into in this same step), then the rows, then vLLM's own work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vtoken.core.events import MASK_GIVEN, MASK_PACKED, StepPlan
+from vtoken.vllm_plugin import compat
+from vtoken.vllm_plugin.manager import VTokenFullAttentionSpec
+from vtoken.vllm_plugin.sizing import config_of
+from vtoken.vllm_plugin.support import check_layer_impl, check_layer_spec
+
+
+class LayoutCache:
+    """What the worker knows of layouts that are not vLLM's plain one.
+
+    Attributes:
+        num_reclaimed: per request, logical minus physical length.
+        masks: per request with holes, bool by physical index; indices beyond are live.
+        new_token_index: per request, where this step's single new token goes.
+    """
+
+    def __init__(self) -> None:
+        self.num_reclaimed: dict[str, int] = {}
+        self.masks: dict[str, np.ndarray] = {}
+        self.new_token_index: dict[str, int] = {}
+        self.num_rebuilds = 0
+
+    def forget(self, req_id: str) -> None:
+        self.num_reclaimed.pop(req_id, None)
+        self.masks.pop(req_id, None)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in a step's changes of lengths and masks."""
+        for r, req_id in enumerate(plan.req_ids):
+            self.num_reclaimed[req_id] = int(plan.num_reclaimed[r])
+            kind, index = plan.mask_kind[r], int(plan.new_token_index[r])
+            if kind == MASK_PACKED:
+                self.masks.pop(req_id, None)
+            elif kind == MASK_GIVEN:
+                self.masks[req_id] = plan.mask_of(r).copy()
+                self.num_rebuilds += 1
+            if index >= 0:
+                self.new_token_index[req_id] = index
+                mask = self.masks.get(req_id)
+                if mask is not None and index < len(mask):
+                    mask[index] = True
+
+
+class VTokenRunnerV1Mixin:
+    """Overrides of GPUModelRunner; see the module's head."""
+
+    vtoken_config = None
+    vtoken_attention = None  # set when some request may have holes or needs scores
+
+    def _vtoken_init(self, vllm_config) -> None:
+        compat.check_worker_side()
+        self.vtoken_config = config_of(vllm_config)
+        self.vtoken_layouts = LayoutCache()
+        self.vtoken_plan: StepPlan | None = None
+
+    # ---- start-up --------------------------------------------------------------------------
+
+    def get_kv_cache_spec(self):
+        specs = super().get_kv_cache_spec()
+        if self.vtoken_config is None:
+            return specs
+        for name, spec in specs.items():
+            check_layer_spec(name, spec)
+        return {n: VTokenFullAttentionSpec.from_spec(s) for n, s in specs.items()}
+
+    def initialize_kv_cache(self, kv_cache_config, *args, **kwargs) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if self.vtoken_config is None or kwargs.get("is_profiling"):
+            return
+        layers = {
+            name: layer
+            for name, layer in self.compilation_config.static_forward_context.items()
+            if hasattr(layer, "impl") and hasattr(layer, "kv_cache")
+        }
+        for name, layer in layers.items():
+            check_layer_impl(name, layer.impl)
+        self.vtoken_setup_kv(layers)
+
+    def vtoken_setup_kv(self, layers: dict) -> None:
+        """Make the mover and, where holes or scores are possible, the attention wrapper."""
+        raise NotImplementedError("a device's runner says how its KV is laid out")
+
+    # ---- a step ----------------------------------------------------------------------------
+
+    def _update_states(self, scheduler_output):
+        if self.vtoken_config is not None:
+            self._vtoken_apply(scheduler_output)
+        return super()._update_states(scheduler_output)
+
+    def _vtoken_apply(self, scheduler_output) -> None:
+        layouts = self.vtoken_layouts
+        layouts.new_token_index.clear()
+        for req_id in scheduler_output.finished_req_ids:
+            layouts.forget(req_id)
+        for req_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            layouts.forget(req_id)
+        plan = self.vtoken_plan = getattr(scheduler_output, "vtoken", None)
+        if plan is None:
+            return
+        if len(plan.move_source):
+            self.vtoken_move(plan.move_source, plan.move_destination)
+        for r, req_id in enumerate(plan.req_ids):
+            if plan.rewrites_row[r]:
+                self._vtoken_rewrite_row(req_id, plan.row_of(r))
+        layouts.apply(plan)
+
+    def _vtoken_rewrite_row(self, req_id: str, kept: np.ndarray) -> None:
+        """Keep these positions of a request's row; vLLM then appends the step's new blocks."""
+        ids = self.requests[req_id].block_ids[0]
+        ids[:] = [ids[i] for i in kept]
+        row = self.input_batch.req_id_to_index.get(req_id)
+        if row is None:
+            return  # not in the batch: it is added from `requests` when it is scheduled again
+        table = self.input_batch.block_table[0]
+        table.block_table.np[row, : len(ids)] = ids
+        table.num_blocks_per_row[row] = len(ids)
+
+    def vtoken_move(self, source: np.ndarray, destination: np.ndarray) -> None:
+        """Copy K and V of every layer from slots to slots; all are read before any is written."""
+        raise NotImplementedError
+
+    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
+        out = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        if self.vtoken_config is not None:
+            if self.vtoken_layouts.num_reclaimed:
+                self._vtoken_use_physical_lengths(scheduler_output)
+            if self.vtoken_attention is not None:
+                self.vtoken_attention.begin_step(self, scheduler_output)
+        return out
+
+    def _vtoken_use_physical_lengths(self, scheduler_output) -> None:
+        """Positions stay logical; sequence lengths and slots become physical."""
+        batch, n = self.input_batch, self.input_batch.num_reqs
+        get = self.vtoken_layouts.num_reclaimed.get
+        reclaimed = np.fromiter((get(r, 0) for r in batch.req_ids), np.int32, n)
+        new_index = self.vtoken_layouts.new_token_index
+        if not reclaimed.any() and not new_index:
+            return
+        total = scheduler_output.total_num_scheduled_tokens
+        on_device = torch.from_numpy(reclaimed).to(self.seq_lens.device, non_blocking=True)
+        self.seq_lens[:n] -= on_device
+        self.optimistic_seq_lens_cpu[:n] -= torch.from_numpy(reclaimed)  # gives max_seq_len
+        index = self.positions[:total] - on_device[self.req_indices.gpu[:total]]
+        for req_id, physical in new_index.items():
+            row = batch.req_id_to_index.get(req_id)
+            if row is not None:
+                index[int(self.query_start_loc.np[row])] = physical
+        batch.block_table.compute_slot_mapping(n, self.query_start_loc.gpu[: n + 1], index)
+
+    def sample_tokens(self, grammar_output):
+        out = super().sample_tokens(grammar_output)
+        if self.vtoken_attention is not None:
+            return self.vtoken_attention.attach_report(self, out)
+        return out

@@ -1,0 +1,69 @@
+"""vLLM's two schedulers with vToken's hooks in them.
+
+The mixin only calls `SchedulerHooks`; what is decided lives there and in vtoken.core.
+"""
+
+from __future__ import annotations
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vtoken.vllm_plugin import compat
+from vtoken.vllm_plugin.hooks import SchedulerHooks
+from vtoken.vllm_plugin.manager import VTokenManager
+from vtoken.vllm_plugin.sizing import config_of
+from vtoken.vllm_plugin.support import check_scheduler_supported
+
+
+class VTokenSchedulerMixin:
+    """Adds planning, transport and bookkeeping around vLLM's scheduling."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        compat.check_scheduler_side()
+        config = config_of(self.vllm_config)
+        self.vtoken: SchedulerHooks | None = None
+        if config is None:
+            return
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        check_scheduler_supported(self, managers)
+        manager = managers[0]
+        assert isinstance(manager, VTokenManager), type(manager)
+        self.vtoken = manager.hooks = SchedulerHooks(config, self, manager)
+        self._vllm_allocate_slots = self.kv_cache_manager.allocate_slots
+        # On the instance: allocate_slots does not tell the manager how many tokens are new.
+        self.kv_cache_manager.allocate_slots = self._allocate_slots
+
+    def _allocate_slots(self, request, num_new_tokens, *args, **kwargs):
+        self.vtoken.note_allocation(num_new_tokens)
+        return self._vllm_allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+    def schedule(self, *args, **kwargs):
+        if self.vtoken is not None:
+            self.vtoken.begin_step()
+        return super().schedule(*args, **kwargs)
+
+    def _update_after_schedule(self, scheduler_output) -> None:
+        if self.vtoken is not None:
+            # An attribute of a plain dataclass: pickled with it to every worker.
+            scheduler_output.vtoken = self.vtoken.finalize(scheduler_output)
+        super()._update_after_schedule(scheduler_output)
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        report = getattr(model_runner_output, "vtoken_scores", None)
+        if self.vtoken is not None and report is not None:
+            self.vtoken.take_scores(report)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _preempt_request(self, request, *args, **kwargs):
+        if self.vtoken is not None:
+            self.vtoken.counters.preemptions += 1
+        return super()._preempt_request(request, *args, **kwargs)
+
+
+class VTokenScheduler(VTokenSchedulerMixin, Scheduler):
+    """For synchronous scheduling."""
+
+
+class VTokenAsyncScheduler(VTokenSchedulerMixin, AsyncScheduler):
+    """For asynchronous scheduling: a plain Scheduler there would be a large slowdown."""
