@@ -28,7 +28,7 @@ from vtoken.experiments.environment import collect_environment
 
 __all__ = [
     "MODES", "SCHEMA_VERSION", "ScanPoint", "collect_environment", "frontier_rows", "make_result",
-    "plain", "read_result", "save_result", "utc_now", "write_csv", "write_json",
+    "plain", "read_result", "save_result", "utc_now", "write_bytes", "write_csv", "write_json",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1
@@ -165,7 +165,7 @@ def write_json(path: str | Path, value: object) -> Path:
         ConfigError: the place cannot be written to.
     """
     text = json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False)
-    return _write_atomically(Path(path), text + "\n")
+    return write_bytes(path, (text + "\n").encode())
 
 
 def write_csv(path: str | Path, rows: Iterable[Mapping[str, object]]) -> Path:
@@ -185,7 +185,7 @@ def write_csv(path: str | Path, rows: Iterable[Mapping[str, object]]) -> Path:
         writer.writerow(
             {k: json.dumps(v) if isinstance(v, (dict, list)) else v for k, v in row.items()}
         )
-    return _write_atomically(Path(path), out.getvalue())
+    return write_bytes(path, out.getvalue().encode())
 
 
 def read_result(path: str | Path) -> dict[str, object]:
@@ -241,7 +241,13 @@ def plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not a result value: {value!r}")
 
 
-def _write_atomically(path: Path, text: str) -> Path:
+def write_bytes(path: str | Path, data: bytes) -> Path:
+    """Write a file so that a reader sees the old one or the new one, never half of one.
+
+    Raises:
+        ConfigError: the place cannot be written to.
+    """
+    path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # In the same folder: a rename across file systems is a copy, and not atomic.
@@ -250,8 +256,8 @@ def _write_atomically(path: Path, text: str) -> Path:
         allowed = f"a folder that can be written to ({error.strerror})"
         raise ConfigError("--output", str(path.parent), allowed) from error
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.chmod(name, 0o644)  # mkstemp's 0600 would hide results from colleagues
         os.replace(name, path)
     except BaseException:
