@@ -25,6 +25,8 @@ from vtoken.core.planner import (
 )
 from vtoken.core.table import NO_SLOTS, TokenTable
 from vtoken.policies.base import ScoreKind
+from vtoken.errors import ConfigError
+from vtoken.units import cdiv
 from vtoken.vllm_plugin.scores import ReportBook
 from vtoken.vllm_plugin.sizing import peak_tokens
 
@@ -90,7 +92,7 @@ class SchedulerHooks:
     def _decide(self, request, state: RequestState) -> None:
         req_id, length = request.request_id, request.num_computed_tokens
         blocks = self.manager.req_to_blocks[req_id]
-        self._sync(state, blocks, length)
+        self.sync(state, blocks, length)
         pinned = self._pinned(blocks) if self.caching else None
         protected_ids = self._protect(state, pinned)
         num_evict = self.planner.num_to_evict(state, length)
@@ -112,7 +114,8 @@ class SchedulerHooks:
         if len(victims):
             self._plans[req_id] = victims
 
-    def _sync(self, state: RequestState, blocks, length: int) -> None:
+    def sync(self, state: RequestState, blocks, length: int) -> None:
+        """Bring a request's table in step with vLLM: new blocks, tokens grown at the tail."""
         table = state.table
         table.sync([b.block_id for b in blocks[table.num_blocks :]], length)
 
@@ -198,7 +201,7 @@ class SchedulerHooks:
             return num_tokens
         request = self.scheduler.requests[req_id]
         if not state.executed:
-            self._sync(state, self.manager.req_to_blocks[req_id], request.num_computed_tokens)
+            self.sync(state, self.manager.req_to_blocks[req_id], request.num_computed_tokens)
         new_tokens = num_tokens - request.num_computed_tokens
         return self.planner.num_blocks_needed(state, new_tokens) * self.block_size
 
@@ -207,6 +210,23 @@ class SchedulerHooks:
         if self.budget is None or self.config.mode != "vtoken":
             return num_tokens
         return peak_tokens(self.budget, num_tokens, self.block_size)
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuse a request that could never be finished in this pool.
+
+        Raises:
+            ConfigError: says what it needs and what there is.
+        """
+        total = num_prompt_tokens + max_tokens
+        budget = self.budget if self.config.mode == "vtoken" else None
+        needed = cdiv(peak_tokens(budget, total, self.block_size), self.block_size)
+        usable = self.pool.num_gpu_blocks - 1
+        if needed > usable:
+            raise ConfigError(
+                "request", f"{num_prompt_tokens} prompt + {max_tokens} output tokens",
+                f"needs {needed} blocks of {self.block_size} tokens at its peak, "
+                f"the pool has {usable}",
+            )  # fmt: skip
 
     def has_evicted(self, req_id: str) -> bool:
         state = self.states.get(req_id)
@@ -241,7 +261,7 @@ class SchedulerHooks:
         blocks = self.manager.req_to_blocks[req_id]
         if not state.executed:
             length = self.scheduler.requests[req_id].num_computed_tokens
-            self._sync(state, blocks, length)
+            self.sync(state, blocks, length)
         step = self.planner.finalize(
             state, n, lambda start: [b.block_id for b in blocks[start:]]
         )
@@ -280,7 +300,7 @@ class SchedulerHooks:
                 continue
             if n == 1 and self.reports.asked_at(req_id) == self.step_seq - 1:
                 continue  # the report of the last step is the one the coming decision uses
-            self._sync(state, self.manager.req_to_blocks[req_id], length)
+            self.sync(state, self.manager.req_to_blocks[req_id], length)
             self.reports.ask(req_id, self.step_seq, state.table.ids_by_physical_index())
             asks.append(req_id)
         return asks
@@ -290,7 +310,7 @@ class SchedulerHooks:
             state, request = self.states[req_id], self.scheduler.requests[req_id]
             first = request.num_computed_tokens
             blocks = self.manager.req_to_blocks[req_id]
-            self._sync(state, blocks, first + n)
+            self.sync(state, blocks, first + n)
             live = state.table.live_ids()
             self.trace.append(
                 TraceEntry(

@@ -164,3 +164,12 @@ class VTokenRunnerV1Mixin:
         if self.vtoken_attention is not None:
             return self.vtoken_attention.attach_report(self, out)
         return out
+
+    def vtoken_reconfigure(self, config) -> None:
+        """Take other settings while idle; in-process engines only."""
+        self.vtoken_config = config
+        self.vtoken_layouts = LayoutCache()
+        self.vtoken_setup_attention()
+
+    def vtoken_setup_attention(self) -> None:
+        """Put the attention wrapper in place where the settings call for it."""

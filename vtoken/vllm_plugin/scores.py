@@ -49,6 +49,10 @@ class ReportBook:
         for book in (self._ids, self._scores):
             book.pop((req_id, step_seq - KEEP_STEPS), None)
 
+    def ids_asked(self, req_id: str, step_seq: int) -> np.ndarray:
+        """int32[n], the logical id at each physical index that a question is about."""
+        return self._ids[req_id, step_seq]
+
     def receive(self, report: ScoreReport) -> None:
         """Take in a report; answers to forgotten questions are dropped."""
         for r, req_id in enumerate(report.req_ids):

@@ -1,0 +1,28 @@
+"""What is different when vLLM runs on a CPU."""
+
+from __future__ import annotations
+
+
+def default_block_size(config) -> int:
+    """The smallest block that the attention backend takes: 32 tokens for stock CPU attention."""
+    return 32
+
+
+def keep_async_scheduling() -> None:
+    """Stop vLLM's CPU platform from turning asynchronous scheduling off. For tests.
+
+    vLLM sees no gain in it on a CPU; the code paths are the ones a GPU runs, so tests want them.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__
+    if getattr(stock, "keeps_async", False):
+        return
+
+    def check_and_update_config(cls, vllm_config) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        stock(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = bool(wanted)
+
+    check_and_update_config.keeps_async = True
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)

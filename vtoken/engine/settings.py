@@ -1,0 +1,61 @@
+"""What an engine is built from, besides vToken's own settings; names are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vtoken.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Attributes:
+    model: embedded name, local path or Hugging Face id.
+    block_size: tokens per KV block; None: 16, or the smallest the attention backend takes.
+    num_kv_blocks: usable blocks; vLLM's null block is added to it.
+    gpu_memory_utilization: share of the device's (on a CPU: the host's) memory.
+    kv_cache_memory_bytes: KV pool size in bytes.
+    max_model_len, max_num_seqs, max_num_batched_tokens, dtype, seed: as in vLLM; None: vLLM's.
+    enable_prefix_caching: None is vLLM's default, on.
+    async_scheduling: True forces it where vLLM turns it off (CPUs); None is vLLM's default.
+    vllm_args: further keyword arguments of vLLM's EngineArgs, taken unchanged.
+    """
+
+    model: str = "smollm2-135m"
+    block_size: int | None = None
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    dtype: str | None = None
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    enable_prefix_caching: bool | None = None
+    async_scheduling: bool | None = None
+    vllm_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, option in _POSITIVE.items():
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(option, value, "a whole number, 1 or more")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError("--gpu-mem-util", share, "a share of memory, above 0 and at most 1")
+        if self.block_size is not None and self.block_size % 16:
+            raise ConfigError("--block-size", self.block_size, "a multiple of 16 tokens")
+
+
+_POSITIVE = {
+    "block_size": "--block-size",
+    "num_kv_blocks": "--num-kv-blocks",
+    "kv_cache_memory_bytes": "--kv-cache-memory-bytes",
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "tensor_parallel_size": "--tensor-parallel-size",
+}
