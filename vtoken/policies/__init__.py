@@ -1,7 +1,4 @@
-"""Eviction policies. README.md beside this file says how to add one.
-
-    from vtoken.policies import Policy, RequestView, ScoreKind, lowest
-"""
+"""Eviction policies: what a policy author imports. README.md beside this file says how to add one."""
 
 from vtoken.policies.base import NO_IDS, Policy, RequestView, ScoreKind
 from vtoken.policies.selection import lowest

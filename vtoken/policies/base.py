@@ -49,7 +49,7 @@ class RequestView:
     (streaming) costs O(evicted) and not O(context).
     """
 
-    __slots__ = (
+    __slots__ = (  # noqa: RUF023 - grouped by meaning
         "num_computed_tokens", "num_prompt_tokens", "budget_tokens", "num_evict",
         "protected_tokens", "token_ids", "seed", "prompt_hash",
         "_live_ids", "_scores", "_oldest",

@@ -40,14 +40,31 @@ def policy_class(name: str) -> type[Policy]:
     """Find a policy class by name.
 
     Raises:
-        ConfigError: no such policy; names the nearest one.
+        ConfigError: no such policy (names the nearest one), or an installed one does not load.
     """
     if name in BUILT_IN:
         module, cls = BUILT_IN[name]
         return getattr(importlib.import_module(f"vtoken.policies.{module}"), cls)
     if name in _installed():
-        return _installed()[name].load()
+        return _load(name)
     raise ConfigError("--policy", name, nearest(name, policy_names()))
+
+
+def _load(name: str) -> type[Policy]:
+    """Load another package's policy; a failure there is a configuration error, not our bug."""
+    entry_point = _installed()[name]
+    try:
+        cls = entry_point.load()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            "--policy", name, f"{entry_point.value} must load, but raises {why}"
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise ConfigError(
+            "--policy", name, f"{entry_point.value} must be a subclass of vtoken.policies.Policy"
+        )
+    return cls
 
 
 def make_policy(
@@ -73,5 +90,7 @@ def make_policy(
         if key in ("sink_tokens", "recent_tokens") and (
             not isinstance(value, int) or isinstance(value, bool) or value < 0
         ):
-            raise ConfigError(f"--{key.replace('_', '-')}", value, "a whole number of tokens, 0 or more")
+            raise ConfigError(
+                f"--{key.replace('_', '-')}", value, "a whole number of tokens, 0 or more"
+            )
     return cls(block_size=block_size, **given)
