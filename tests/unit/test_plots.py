@@ -127,12 +127,13 @@ def test_frontier_bars_name_policies_where_there_are_several(tmp_path, drawn):
 
 
 def test_throughput_joins_feasible_points_and_crosses_the_others(tmp_path, drawn):
-    plots.throughput_by_concurrency(POINTS, tmp_path / "t.png")
+    measured = point("vtoken", 9, feasible=False)
+    plots.throughput_by_concurrency([*POINTS, measured], tmp_path / "t.png")
     (axes,) = drawn
     found = lines(axes)
     assert found["native"] == [(2, 20.0), (4, 40.0)]
     assert found["vtoken"] == [(2, 20.0), (8, 80.0)]
-    assert crosses(axes) == [(5, 0)]
+    assert crosses(axes) == [(5, 0), (9, 90)]
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["native", "vtoken", "infeasible"]
     assert axes.get_ylabel() == "output tokens per second"
@@ -214,6 +215,12 @@ def test_unwritable_place_is_a_users_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--output"):
         plots.frontier_bars([], tmp_path / "file" / "f.png")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'vtoken\[plots\]'"):
+        plots.frontier_bars([], tmp_path / "f.png")
 
 
 def test_importing_plots_does_not_import_matplotlib_and_drawing_needs_no_pyplot(tmp_path):

@@ -12,6 +12,8 @@ from vtoken.workloads import (
     shipped_texts,
     text_prompts,
 )
+from vtoken.workloads.synthetic import _digits
+from vtoken.workloads.texts import TextCorpus
 
 BLOCK = 16
 
@@ -90,6 +92,9 @@ def test_text_prompts_start_with_bos_where_the_model_does():
 def test_text_prompts_are_cut_from_the_users_texts(bpe):
     request = text_prompts(bpe, 1, 60, texts=["only this sentence here.\n\n\n  \n\n"])[0]
     assert request.prompt.count("only this sentence here.") > 2  # goes round
+    corpus = TextCorpus(Bytes(), ["ab\n\ncd"])  # 8 tokens: each paragraph and its blank line
+    assert bytes(corpus.cut(0, 18)) == b"ab\n\ncd\n\nab\n\ncd\n\nab"
+    assert bytes(corpus.cut(1, 9)) == b"cd\n\nab\n\nc" == bytes(corpus.cut(3, 9))
     with pytest.raises(ConfigError, match="texts that are not empty"):
         text_prompts(bpe, 1, 60, texts=["", " \n\n "])
 
@@ -120,6 +125,11 @@ def test_random_prompts():
     # By construction, not by luck: even in a tiny vocabulary they spell (repeat, index).
     tiny = [r for k in range(4) for r in random_prompts(64, 16, 1, vocab_size=4, repeat=k)]
     assert len(first_blocks(tiny)) == 256
+    for base in (2, 3, 10):
+        spelled = [tuple(_digits(number, base)) for number in range(40)]
+        assert max(max(s) for s in spelled) < base
+        for i, one in enumerate(spelled):
+            assert not any(other[: len(one)] == one for other in spelled[i + 1 :] + spelled[:i])
     with pytest.raises(ConfigError, match="--vocab-size 2"):
         random_prompts(1, 32, 1, vocab_size=2, forbidden_ids=[1])
 
@@ -138,6 +148,8 @@ def test_shared_prefixes(bpe, degree, kind):
     assert len({p[:BLOCK] for p in prefixes}) == 8 // degree
     assert len({tuple(r.prompt_token_ids[48 : 48 + BLOCK]) for r in requests}) == 8
     assert {r.prompt_len for r in requests} == {80}
+    # A suffix is not the prefix over again.
+    assert all(r.prompt_token_ids[48:] != r.prompt_token_ids[:32] for r in requests)
 
 
 def test_shared_prefix_refusals(bpe):

@@ -119,12 +119,11 @@ class MemoryPlan:
                 f"{self.device.name}: {self.gpu_mem_util:g} x {memory} - weights {gib[0]} GiB "
                 f"- overhead {gib[1]} GiB = {gib[2]} GiB for the KV cache{ranks}"
             )
-        return [
-            head,
-            self.overhead_rule.describe(),
+        pool = (
             f"{self.num_usable_blocks:,} usable blocks of {self.block_size} tokens, "
-            f"{self.block_bytes / 2**20:g} MiB each ({self.usable_kv_tokens:,} tokens)",
-        ]
+            f"{self.block_bytes / 2**20:g} MiB each ({self.usable_kv_tokens:,} tokens)"
+        )
+        return [head, self.overhead_rule.describe(), pool]
 
     def row(self) -> dict[str, object]:
         """A flat row for result files."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from vtoken.errors import ConfigError
 from vtoken.experiments.results import MODES, write_bytes
 
 Row = Mapping[str, object]
@@ -26,8 +27,16 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def new_figure(title: str, rows: Sequence[Row], width: float = 6.6):
-    """A figure of `width` inches and its axes; the title says whether the rows are modelled."""
-    from matplotlib.figure import Figure
+    """A figure of `width` inches and its axes; the title says whether the rows are modelled.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        allowed = f"an environment with matplotlib: pip install 'vtoken[plots]' ({error})"
+        raise ConfigError("plots", title, allowed) from error
 
     figure = Figure(figsize=(width, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()

@@ -17,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import date, datetime, timezone
+from datetime import UTC, date, datetime
 from enum import Enum
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def frontier_rows(points: Iterable[ScanPoint]) -> list[dict[str, object]]:
 
 def utc_now() -> str:
     """The time now, as `started_at` wants it."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def make_result(

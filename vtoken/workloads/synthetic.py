@@ -53,7 +53,7 @@ def random_prompts(
                 prompt_len=prompt_len,
                 output_len=output_len,
                 dataset="random",
-            )  # fmt: skip
+            )
         )
     return requests
 
@@ -99,14 +99,24 @@ def shared_prefix_prompts(
             corpus = TextCorpus(tokenizer, shipped_texts() if texts is None else texts)
             heads = [f"{kind} {repeat}.{i}, series {seed}.\n\n" for i in range(count)]
             cut = cut_prompts(
-                tokenizer, corpus, heads, length, output_len=output_len,
-                order_seed=(seed, repeat, salt), request_ids=[str(i) for i in range(count)],
-            )  # fmt: skip
+                tokenizer,
+                corpus,
+                heads,
+                length,
+                output_len=output_len,
+                order_seed=(seed, repeat, salt),
+                request_ids=[str(i) for i in range(count)],
+            )
         elif vocab_size is not None:
             cut = random_prompts(
-                count, length, output_len, vocab_size=vocab_size, seed=2 * seed + salt,
-                repeat=repeat, forbidden_ids=forbidden_ids,
-            )  # fmt: skip
+                count,
+                length,
+                output_len,
+                vocab_size=vocab_size,
+                seed=2 * seed + salt,
+                repeat=repeat,
+                forbidden_ids=forbidden_ids,
+            )
         else:
             raise ConfigError("--model", None, "a tokenizer or a vocabulary size")
         return [request.prompt_token_ids for request in cut]
@@ -125,7 +135,7 @@ def shared_prefix_prompts(
                 output_len=output_len,
                 dataset=f"shared-prefix-{degree}",
                 metadata={"group": index // degree, "prefix_len": prefix_len},
-            )  # fmt: skip
+            )
         )
     return requests
 
@@ -153,7 +163,8 @@ def needle_prompts(
 
     Request i hides its needle at depth `depths_frac[i % len]` (0 is the start of the text, 1 its
     end), between two sentences. Distractors are facts of the same form about other keys, spread
-    evenly. `answers` holds the one right number; metadata: `depth_frac`, `key`.
+    evenly. `answers` holds the one right number; metadata: `depth_frac`, `key`. With a chat
+    template, prompts share whatever the template puts first (a system message, often).
 
     Raises:
         ConfigError: a depth outside [0, 1], too many distractors, or a prompt too short for the
@@ -194,7 +205,7 @@ def needle_prompts(
                 answers=(codes[0],),
                 dataset="needle" if not num_distractors else "needle-multikey",
                 metadata={"depth_frac": depth, "key": keys[0]},
-            )  # fmt: skip
+            )
         )
     return requests
 

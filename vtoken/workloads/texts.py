@@ -119,7 +119,7 @@ def cut_prompts(
                 prompt_len=prompt_len,
                 output_len=output_len,
                 dataset="text",
-            )  # fmt: skip
+            )
         )
     if len(first_blocks) < len(requests):
         raise ConfigError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from vtoken.workloads.chat import no_usable_rows
@@ -169,5 +169,5 @@ def _parse_stamp(path: Path, line: int, text: str) -> float:
         raise bad_row(path, line, f"a date and time in TIMESTAMP, not {text!r}") from None
     if moment.tzinfo is None:
         # Any fixed zone will do, for only differences count; the local one may jump by an hour.
-        moment = moment.replace(tzinfo=timezone.utc)
+        moment = moment.replace(tzinfo=UTC)
     return moment.timestamp() + (float("0." + fraction[1]) if fraction else 0.0)
