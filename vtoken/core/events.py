@@ -31,7 +31,7 @@ class StepPlan:
             stay, in new order, before this step's new blocks are appended. Positions, not ids:
             a freed id can come back in this same step.
         mask_kind: uint8[R]; mask_bits[mask_start[r]:mask_start[r+1]]: packed little-endian bits,
-            one per physical index below the length after this step, set where live.
+            one per physical index, set where live; bits past the end are set: growth is live.
         move_source, move_destination: int64[M], vLLM slots; move_start: int32[R+1].
             All sources are read before any destination is written.
         report_req_ids: requests whose scores the worker sends back after this step.
@@ -84,6 +84,14 @@ _NO_MOVES = np.empty(0, np.int64)
 _NO_BITS = np.empty(0, np.uint8)
 
 
+def _packed(mask: np.ndarray) -> np.ndarray:
+    """Pack a mask into bytes; the bits past its end are set: tokens that grow there are live."""
+    bits = np.packbits(mask, bitorder="little")
+    if len(mask) % 8:
+        bits[-1] |= 0xFF & (0xFF << (len(mask) % 8))
+    return bits
+
+
 def _flatten(parts: list[np.ndarray], dtype) -> tuple[np.ndarray, np.ndarray]:
     start = np.zeros(len(parts) + 1, np.int32)
     np.cumsum([len(p) for p in parts], out=start[1:])
@@ -97,7 +105,7 @@ def build_step_plan(
     if not steps and not report_req_ids:
         return None
     row_start, row_kept = _flatten([s.kept if s.kept is not None else _NO_KEPT for s in steps], np.int32)
-    bits = [_NO_BITS if s.mask is None else np.packbits(s.mask, bitorder="little") for s in steps]
+    bits = [_NO_BITS if s.mask is None else _packed(s.mask) for s in steps]
     mask_start, mask_bits = _flatten(bits, np.uint8)
     sources = [_NO_MOVES if s.move_source is None else s.move_source for s in steps]
     targets = [_NO_MOVES if s.move_source is None else s.move_destination for s in steps]

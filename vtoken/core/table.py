@@ -158,6 +158,8 @@ class RequestTable:
         if first_id != self._dead_from:
             self._dead_from = self._dead_to = first_id
         start, missing, width = self._dead_to, count, count + 32
+        if start + count <= self.num_computed_tokens and self.index_of[start : start + count].min() >= 0:
+            return np.arange(start, start + count, dtype=np.int32)
         found: list[np.ndarray] = []
         while missing > 0 and start < self.num_computed_tokens:
             stop = min(start + width, self.num_computed_tokens)

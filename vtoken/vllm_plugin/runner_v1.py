@@ -17,6 +17,12 @@ from vtoken.vllm_plugin.sizing import config_of
 from vtoken.vllm_plugin.support import check_layer_impl, check_layer_spec
 
 
+def attention_layers(compilation_config) -> dict:
+    """vLLM's attention layers by name, those that own a KV cache."""
+    context = compilation_config.static_forward_context
+    return {n: x for n, x in context.items() if hasattr(x, "impl") and hasattr(x, "kv_cache")}
+
+
 class LayoutCache:
     """What the worker knows of layouts that are not vLLM's plain one.
 
@@ -57,7 +63,7 @@ class VTokenRunnerV1Mixin:
     """Overrides of GPUModelRunner; see the module's head."""
 
     vtoken_config = None
-    vtoken_attention = None  # set when some request may have holes or needs scores
+    vtoken_attention = None  # the device's attention wrapper; also moves KV
 
     def _vtoken_init(self, vllm_config) -> None:
         compat.check_worker_side()
@@ -79,11 +85,7 @@ class VTokenRunnerV1Mixin:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if self.vtoken_config is None or kwargs.get("is_profiling"):
             return
-        layers = {
-            name: layer
-            for name, layer in self.compilation_config.static_forward_context.items()
-            if hasattr(layer, "impl") and hasattr(layer, "kv_cache")
-        }
+        layers = attention_layers(self.compilation_config)
         for name, layer in layers.items():
             check_layer_impl(name, layer.impl)
         self.vtoken_setup_kv(layers)
@@ -160,16 +162,32 @@ class VTokenRunnerV1Mixin:
         batch.block_table.compute_slot_mapping(n, self.query_start_loc.gpu[: n + 1], index)
 
     def sample_tokens(self, grammar_output):
-        out = super().sample_tokens(grammar_output)
+        # The forward pass is over: its scores are complete.
+        report = None
         if self.vtoken_attention is not None:
-            return self.vtoken_attention.attach_report(self, out)
-        return out
+            report = self.vtoken_attention.end_step(self, self.vtoken_plan)
+        out = super().sample_tokens(grammar_output)
+        return out if report is None else attach_report(out, report)
 
     def vtoken_reconfigure(self, config) -> None:
         """Take other settings while idle; in-process engines only."""
         self.vtoken_config = config
         self.vtoken_layouts = LayoutCache()
-        self.vtoken_setup_attention()
+        if self.vtoken_attention is not None:
+            self.vtoken_attention.configure(config)
 
-    def vtoken_setup_attention(self) -> None:
-        """Put the attention wrapper in place where the settings call for it."""
+
+def attach_report(output, report):
+    """Put a ScoreReport on a ModelRunnerOutput, now or when an async one is fetched."""
+    if hasattr(output, "get_output"):
+        fetch = output.get_output
+
+        def get_output():
+            return attach_report(fetch(), report)
+
+        output.get_output = get_output
+        return output
+    # Never on vLLM's shared empty output, which other steps return too.
+    assert output is not None and output.req_ids, "a report belongs to a step with requests"
+    output.vtoken_scores = report
+    return output

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vtoken.vllm_plugin.runner_v1 import VTokenRunnerV1Mixin
-
-
-def kv_views(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K as [B, H, D, N] and V as [B, H, N, D], views of one layer's CPU_ATTN cache [B, H, N, 2D].
-
-    Layout of the ISAs "vec" and "vec16" (vLLM csrc/cpu/cpu_attn_vec.hpp); probed at start-up.
-    """
-    B, H, N, two_d = kv.shape
-    D = two_d // 2
-    flat = kv.view(B, H, N * two_d)
-    return flat[..., : N * D].view(B, H, D, N), flat[..., N * D :].view(B, H, N, D)
+from vtoken.vllm_plugin.cpu_attention import CPUAttention, use_small_blocks
+from vtoken.vllm_plugin.runner_v1 import VTokenRunnerV1Mixin, attention_layers
 
 
 class VTokenCPUModelRunner(VTokenRunnerV1Mixin, CPUModelRunner):
@@ -28,16 +17,16 @@ class VTokenCPUModelRunner(VTokenRunnerV1Mixin, CPUModelRunner):
         self._vtoken_init(vllm_config)
         super().__init__(vllm_config, device)
 
+    def load_model(self, *args, **kwargs) -> None:
+        super().load_model(*args, **kwargs)
+        use_small_blocks(attention_layers(self.compilation_config))
+
     def vtoken_setup_kv(self, layers: dict) -> None:
-        self.vtoken_kv = [kv_views(layer.kv_cache) for layer in layers.values()]
+        block_size = next(iter(layers.values())).kv_cache.shape[2]
+        self.vtoken_attention = CPUAttention(self, layers, self.vtoken_config, block_size)
 
     def vtoken_move(self, source, destination) -> None:
-        N = self.vtoken_kv[0][1].shape[2]
-        src, dst = torch.from_numpy(source), torch.from_numpy(destination)
-        sb, so, db, do = src // N, src % N, dst // N, dst % N
-        for K, V in self.vtoken_kv:  # the right side is a copy: gathered before it is scattered
-            K[db, :, :, do] = K[sb, :, :, so]
-            V[db, :, do] = V[sb, :, so]
+        self.vtoken_attention.move(source, destination)
 
 
 class VTokenCPUWorker(CPUWorker):

@@ -1,0 +1,311 @@
+"""Attention on CPUs: vLLM's own where a batch is packed, our kernels for holes and scores.
+
+`CPUAttention` sits between vLLM's attention layers and their implementation. Per step it decides,
+for the whole batch, what each layer's forward does:
+
+    stock      no holes, no scores wanted: vLLM's kernel, untouched
+    all ours   every request decodes (one query): one pass gives output and scores
+    mixed      some requests prefill: vLLM's kernel runs the batch, then ours does over the
+               requests with holes, and adds the scores of the rest
+
+Legend: R requests, T query rows, S slots of the pool.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from vtoken import kernels as vtoken_kernels
+from vtoken.errors import UnsupportedError
+from vtoken.kernels.scores import (
+    ATTENTION_KINDS,
+    StepShape,
+    counted_queries,
+    reset_scores,
+    update_scores,
+)
+from vtoken.policies.base import ScoreKind
+from vtoken.vllm_plugin.scores import ScoreReport
+
+
+class VTokenCPUAttentionBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with block sizes from 16 tokens (its "vec16" code takes them)."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [MultipleOf(16)]
+
+
+def use_small_blocks(layers: dict) -> None:
+    """Let loaded attention layers take block sizes that are multiples of 16."""
+    for layer in layers.values():
+        if layer.attn_backend is CPUAttentionBackend:
+            layer.attn_backend = VTokenCPUAttentionBackend
+
+
+def probe(layer) -> vtoken_kernels.KVLayout:
+    """Learn where vLLM's own op puts keys and values of this layer.
+
+    Raises:
+        UnsupportedError: in an order that the kernels cannot read.
+    """
+
+    def write(key, value, kv, slots):
+        layer.impl.do_kv_cache_update(layer, key, value, kv, slots)
+
+    return vtoken_kernels.probe_layout(write, layer.kv_cache)
+
+
+class StepWork:
+    """What the layers' forwards do in one step, prepared once for all layers."""
+
+    __slots__ = ("plan", "rows", "score_plan", "score_rows", "replaces_stock")
+
+    def __init__(self) -> None:
+        self.plan = None  # gives output (and scores where counted)
+        self.rows = None  # int64: query rows of `plan`, None for all
+        self.score_plan = None  # scores alone, of requests whose output vLLM's kernel made
+        self.score_rows = None
+        self.replaces_stock = False
+
+
+class CPUAttention:
+    """See the module's head.
+
+    Attributes:
+        kernels, layout: what runs, and how KV lies in a block.
+        scores: float32[S], what the policy keeps per slot; None without a scored policy.
+        decode_kernel: "ours" where our kernel serves packed decodes too, else "stock".
+    """
+
+    def __init__(self, runner, layers: dict, config, block_size: int) -> None:
+        self.kernels = vtoken_kernels.load()
+        self.layers = list(layers.values())
+        first = self.layers[0]
+        self.layout = probe(first)
+        vtoken_kernels.check_supported(self.layout, first.kv_cache.dtype)
+        self.block_size = block_size
+        self.kvs = [layer.kv_cache for layer in self.layers]
+        self.num_heads = sum(layer.impl.num_heads for layer in self.layers)
+        self.work: StepWork | None = None
+        self.kind = ScoreKind.NONE
+        self.score_queries = -1
+        self.scores = self.step_scores = None
+        self.decode_kernel = "stock"
+        self.configure(config)
+        for layer in self.layers:
+            self._wrap(layer)
+
+    def configure(self, config) -> None:
+        """Take the policy's score kind; start with empty scores."""
+        self.work = None
+        self.kind, self.window_steps = ScoreKind.NONE, None
+        if config.evicts:
+            policy = config.make_policy(self.block_size)
+            self.kind = policy.score_kind
+            self.window_steps = getattr(policy, "history_steps", None)
+        self.score_queries = -1 if config.score_queries == "all" else config.score_queries
+        if self.kind is ScoreKind.NONE:
+            self.scores = self.step_scores = None
+        else:
+            num_slots = self.kvs[0].shape[0] * self.block_size
+            self.scores = torch.zeros(num_slots)
+            self.step_scores = torch.zeros(num_slots)
+        fast = self.kernels.name == "cpp"
+        self.decode_kernel = "ours" if fast and config.evicts else "stock"
+
+    def _wrap(self, layer) -> None:
+        stock, attention = layer.impl.forward, self
+
+        def forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+            work = attention.work
+            if work is None or attn_metadata is None:
+                return stock(
+                    layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+                )
+            if not work.replaces_stock:
+                stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            attention._run_layer(layer.impl, work, query, kv_cache, output)
+            return output
+
+        layer.impl.forward = forward
+
+    def _run_layer(self, impl, work: StepWork, query, kv, output) -> None:
+        common = {
+            "layout": self.layout,
+            "scale": impl.scale,
+            "softcap": float(impl.logits_soft_cap),
+            "step_scores": self.step_scores,
+        }
+        if work.plan is not None:
+            if work.rows is None:
+                self.kernels.attention(work.plan, query, kv, output, **common)
+            else:
+                part = torch.empty_like(query[work.rows])
+                self.kernels.attention(work.plan, query[work.rows], kv, part, **common)
+                output[work.rows] = part
+        if work.score_plan is not None:
+            self.kernels.attention(work.score_plan, query[work.score_rows], kv, None, **common)
+
+    # ---- a step ----------------------------------------------------------------------------
+
+    def begin_step(self, runner, scheduler_output) -> None:
+        """Prepare the step's work from the batch as vLLM has laid it out."""
+        batch, n = runner.input_batch, runner.input_batch.num_reqs
+        self.work = None
+        masks = runner.vtoken_layouts.masks
+        holed = np.array([r in masks for r in batch.req_ids], bool) if masks else None
+        starts = runner.query_start_loc.np[: n + 1]
+        num_queries = np.diff(starts)
+        if self.scores is not None:
+            new_slots = batch.block_table[0].slot_mapping.gpu[: int(starts[n])]
+            reset_scores(self.scores, new_slots)
+            self.step_scores.zero_()
+        all_decode = bool((num_queries == 1).all())
+        scored = self.kind in ATTENTION_KINDS
+        if holed is None and not scored and not (all_decode and self.decode_kernel == "ours"):
+            return
+        self.work = work = StepWork()
+        arrays = _BatchArrays(runner, n, starts, holed, masks)
+        counted = counted_queries(self.kind, self.score_queries)
+        if all_decode:
+            work.replaces_stock = True
+            work.plan = arrays.plan(self, None, counted)[0]
+            return
+        self._mixed_work(work, arrays, holed, num_queries, counted, scored)
+
+    def _mixed_work(self, work, arrays, holed, num_queries, counted, scored) -> None:
+        rest = np.ones(len(num_queries), bool) if holed is None else ~holed
+        if holed is not None:
+            work.plan, work.rows = arrays.plan(self, np.flatnonzero(holed), counted)
+        if scored and rest.any():
+            work.score_plan, work.score_rows = arrays.plan(self, np.flatnonzero(rest), counted)
+
+    def end_step(self, runner, plan) -> ScoreReport | None:
+        """Update what the policy keeps; after the last layer's attention."""
+        if self.scores is None:
+            return None
+        arrays = runner.input_batch
+        n = arrays.num_reqs
+        live, counts = self._live_slots(runner, n)
+        if self.kind in ATTENTION_KINDS:
+            starts = runner.query_start_loc.np[: n + 1]
+            num_queries = torch.from_numpy(np.diff(starts))
+            counted = counted_queries(self.kind, self.score_queries)
+            num_counted = num_queries if counted < 0 else num_queries.clamp(max=counted)
+            shape = StepShape(
+                num_live_tokens=counts,
+                num_queries=num_queries,
+                num_counted=num_counted,
+                num_layers=1,  # num_heads is already summed over layers
+                num_heads=self.num_heads,
+            )
+            update_scores(
+                self.kind, self.scores, self.step_scores, live, shape,
+                window_steps=self.window_steps,
+            )  # fmt: skip
+        elif self.kind is ScoreKind.KEY_NORM:
+            total = int(runner.query_start_loc.np[n])
+            slots = arrays.block_table[0].slot_mapping.gpu[:total]
+            for kv in self.kvs:
+                self.kernels.key_norms(kv, slots, self.scores, layout=self.layout)
+        return self._report(runner, plan)
+
+    def _live_slots(self, runner, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64[M] live slots of the batch, request by request, and int[R] how many each has."""
+        table = runner.input_batch.block_table[0].block_table.np
+        lengths = runner.seq_lens[:n].tolist()
+        parts = []
+        for row, req_id in enumerate(runner.input_batch.req_ids):
+            slots = self._slots(table[row], lengths[row])
+            mask = runner.vtoken_layouts.masks.get(req_id)
+            if mask is not None:
+                m = mask[: len(slots)]
+                slots = np.concatenate([slots[: len(m)][m], slots[len(m) :]])
+            parts.append(slots)
+        counts = torch.tensor([len(p) for p in parts])
+        return torch.from_numpy(np.concatenate(parts)), counts
+
+    def _slots(self, row: np.ndarray, length: int) -> np.ndarray:
+        """int64[length], the slot at each physical index of a row."""
+        N = self.block_size
+        blocks = row[: -(-length // N)].astype(np.int64)
+        return (blocks[:, None] * N + np.arange(N)).reshape(-1)[:length]
+
+    def _report(self, runner, plan) -> ScoreReport | None:
+        if plan is None or not plan.report_req_ids:
+            return None
+        table = runner.input_batch.block_table[0].block_table.np
+        index = runner.input_batch.req_id_to_index
+        parts = []
+        for req_id in plan.report_req_ids:
+            row = index[req_id]
+            slots = self._slots(table[row], int(runner.seq_lens[row]))
+            parts.append(self.scores.numpy()[slots])
+        start = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int32)
+        return ScoreReport(plan.step_seq, list(plan.report_req_ids), start, np.concatenate(parts))
+
+    def move(self, source: np.ndarray, destination: np.ndarray) -> None:
+        """Relocate K, V and the score, in every layer."""
+        self.kernels.move(
+            self.kvs,
+            torch.from_numpy(source),
+            torch.from_numpy(destination),
+            layout=self.layout,
+            scores=() if self.scores is None else (self.scores,),
+        )
+
+
+class _BatchArrays:
+    """The batch as the kernels take it; whole, or some requests of it."""
+
+    def __init__(self, runner, n: int, starts: np.ndarray, holed, masks: dict) -> None:
+        self.n, self.starts = n, starts
+        self.block_table = runner.input_batch.block_table[0].block_table.cpu[:n]
+        self.seq_lens = runner.seq_lens[:n].to(torch.int32)
+        self.mask = None if holed is None else self._mask(runner.input_batch.req_ids, masks)
+
+    def _mask(self, req_ids, masks: dict) -> torch.Tensor:
+        """bool[R, longest], live by physical index; all live where a request has no mask."""
+        out = np.ones((self.n, int(self.seq_lens.max())), bool)
+        for row, req_id in enumerate(req_ids):
+            mask = masks.get(req_id)
+            if mask is not None:
+                width = min(len(mask), out.shape[1])
+                out[row, :width] = mask[:width]
+        return torch.from_numpy(out)
+
+    def plan(self, attention: CPUAttention, requests: np.ndarray | None, counted: int):
+        """A kernel plan over these requests, and the query rows it reads (None: all)."""
+        kernels, N = attention.kernels, attention.block_size
+        if requests is None:
+            start = torch.from_numpy(self.starts.astype(np.int32))
+            return kernels.plan(
+                self.block_table, self.seq_lens, start,
+                block_size=N, live_mask=self.mask, score_queries=counted,
+            ), None  # fmt: skip
+        rows = np.concatenate([np.arange(self.starts[r], self.starts[r + 1]) for r in requests])
+        start = np.concatenate([[0], np.cumsum(np.diff(self.starts)[requests])])
+        pick = torch.from_numpy(requests)
+        plan = kernels.plan(
+            self.block_table[pick].contiguous(),
+            self.seq_lens[pick],
+            torch.from_numpy(start.astype(np.int32)),
+            block_size=N,
+            live_mask=None if self.mask is None else self.mask[pick],
+            score_queries=counted,
+        )
+        return plan, torch.from_numpy(rows)
+
+
+def check_policy_supported(config, block_size: int) -> None:
+    """Refuse a scored policy where no scores can be had."""
+    if config.evicts and config.make_policy(block_size).score_kind is not ScoreKind.NONE:
+        raise UnsupportedError(
+            "--policy", config.policy,
+            "needs attention scores, which this device's attention does not give; "
+            "streaming-llm, sliding-window and random need none",
+        )  # fmt: skip
