@@ -395,9 +395,10 @@ class RequestPlanner:
         """Give the step's new token a dead slot inside the layout: no copy."""
         table.put_next(local)
         index = int(table.physical_of(np.array([local]))[0])
-        if index != table.num_physical_tokens - 1:  # else it is the packed end by itself
+        at_end = index == table.num_physical_tokens - 1
+        if not at_end or not table.is_packed:  # else it goes to the packed end by itself
             step.new_token_index = index
-            self.counters.reused_slots += 1
+        self.counters.reused_slots += not at_end
 
     @staticmethod
     def _describe_layout(table: RequestTable, step: RequestStep, changed: bool) -> None:
