@@ -103,7 +103,9 @@ class SchedulerHooks:
         if self.scored:
             scores = self.reports.scores_for(req_id, self.step_seq - 2, length)
             if scores is None:
-                return  # not asked for in time: finalize asks, and the request stays due
+                # Not asked for in time (a sharer may just have left): finalize asks now.
+                state.next_eviction_len = length
+                return
         victims = self.planner.decide(
             state,
             num_evict=num_evict,
