@@ -19,13 +19,15 @@ from vtoken.config import VTokenConfig
 from vtoken.core.events import Counters, RequestStep, StepPlan, TraceEntry, build_step_plan
 from vtoken.core.planner import (
     NEVER,
+    Budget,
     PlannerSettings,
     RequestPlanner,
     RequestState,
 )
 from vtoken.core.table import NO_SLOTS, TokenTable
-from vtoken.policies.base import ScoreKind
 from vtoken.errors import ConfigError
+from vtoken.policies.base import ScoreKind
+from vtoken.server.request_options import read_options, request_budget
 from vtoken.units import cdiv
 from vtoken.vllm_plugin.scores import ReportBook
 from vtoken.vllm_plugin.sizing import peak_tokens
@@ -62,6 +64,8 @@ class SchedulerHooks:
         self.trace: list[TraceEntry] = []
         self.scored = self.budget is not None and self.budget.policy.score_kind != ScoreKind.NONE
         self.reports = ReportBook()
+        self.moved: dict[str, int] = {}  # tokens moved so far, by running request
+        self._own_budgets: dict = {}  # of requests that asked for one, by what they asked for
         self._plans: dict[str, np.ndarray] = {}
         self._executed: list[str] = []
         self._num_new_tokens = 0  # of the request that allocate_slots is working on
@@ -100,7 +104,7 @@ class SchedulerHooks:
             self.planner.schedule_next(state, length)
             return
         scores = None
-        if self.scored:
+        if self.needs_scores(state):
             scores = self.reports.scores_for(req_id, self.step_seq - 2, length)
             if scores is None:
                 # Not asked for in time (a sharer may just have left): finalize asks now.
@@ -209,9 +213,31 @@ class SchedulerHooks:
 
     def admission_cap_tokens(self, req_id: str, num_tokens: int) -> int:
         """Slots to reserve when a request is admitted: its peak, eviction between chunks counted."""
-        if self.budget is None or self.config.mode != "vtoken":
+        budget = self.budget_of(self.scheduler.requests[req_id])
+        if budget is None or self.config.mode != "vtoken":
             return num_tokens
-        return peak_tokens(self.budget, num_tokens, self.block_size)
+        return peak_tokens(budget, num_tokens, self.block_size)
+
+    def budget_of(self, request) -> Budget | None:
+        """The budget a request asked for (`vllm_xargs`), else the server's."""
+        params = request.sampling_params
+        if params is None or not params.extra_args or self.budget is None:
+            return self.budget
+        try:
+            options = read_options(params.extra_args)
+            if options is None:
+                return self.budget
+            if options not in self._own_budgets:
+                if len(self._own_budgets) >= 1024:
+                    self._own_budgets.clear()
+                self._own_budgets[options] = request_budget(self.config, options, self.block_size)
+            return self._own_budgets[options]
+        except ConfigError:
+            return self.budget  # refused in the front end; never a reason to end the engine
+
+    def needs_scores(self, state: RequestState) -> bool:
+        """Whether this request's policy reads scores."""
+        return self.scored and state.budget.policy.score_kind is not ScoreKind.NONE
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Refuse a request that could never be finished in this pool.
@@ -269,6 +295,8 @@ class SchedulerHooks:
         )
         if step is not None:
             steps.append(step)
+            if step.move_source is not None:
+                self.moved[req_id] = self.moved.get(req_id, 0) + len(step.move_source)
 
     def _add_states(self, scheduler_output) -> None:
         for new in scheduler_output.scheduled_new_reqs:
@@ -281,7 +309,7 @@ class SchedulerHooks:
         prompt = np.asarray(request.prompt_token_ids, np.int32)
         state = RequestState(
             table=self.tables.add(req_id),
-            budget=self.budget,
+            budget=self.budget_of(request),
             num_prompt_tokens=request.num_prompt_tokens,
             prompt_hash=crc32(prompt.tobytes()),
         )
@@ -293,7 +321,7 @@ class SchedulerHooks:
         asks = []
         for req_id, n in num_scheduled.items():
             state, request = self.states[req_id], self.scheduler.requests[req_id]
-            if state.next_eviction_len >= NEVER:
+            if state.next_eviction_len >= NEVER or not self.needs_scores(state):
                 continue
             length = request.num_computed_tokens + n
             rest = request.num_tokens - length
@@ -332,6 +360,7 @@ class SchedulerHooks:
         """Drop everything known of a request whose blocks are being freed."""
         self.states.pop(req_id, None)
         self.tables.forget(req_id)
+        self.moved.pop(req_id, None)
         self._plans.pop(req_id, None)
         self._sharing.discard(req_id)
         self.reports.forget(req_id)

@@ -1,0 +1,119 @@
+"""Refuse a bad request in the front end: a 400 for that request, before anything is sent.
+
+Two places: `AsyncLLM.generate`, which a server calls before it answers (a stream's status line
+included), and `InputProcessor.process_inputs`, through which every other way into an engine goes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from vllm.exceptions import VLLMValidationError
+
+from vtoken.config import VTokenConfig
+from vtoken.errors import ConfigError
+from vtoken.server.request_options import read_options, request_budget
+from vtoken.units import cdiv
+from vtoken.vllm_plugin.sizing import config_of, peak_tokens
+
+
+class RequestRefused(ConfigError, VLLMValidationError):
+    """A ConfigError that vLLM's server answers with status 400."""
+
+    def __init__(self, option: str, value: object, allowed: str) -> None:
+        ConfigError.__init__(self, option, value, allowed)
+        self.parameter, self.value = option, value
+
+    def __str__(self) -> str:
+        return ConfigError.__str__(self)
+
+
+def check_request(vllm_config, params, num_prompt_tokens: int) -> None:
+    """Check a request's own options and that it can ever be finished in this pool.
+
+    Raises:
+        RequestRefused: says what is wrong, or what the request needs and what there is.
+    """
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict) or "vtoken" not in additional:
+        return
+    cache = vllm_config.cache_config
+    try:
+        config = config_of(vllm_config)
+        options = read_options(getattr(params, "extra_args", None))
+        budget = request_budget(config, options, cache.block_size)
+        if cache.num_gpu_blocks:
+            engines = max(1, vllm_config.parallel_config.data_parallel_size)
+            usable = cache.num_gpu_blocks // engines - 1
+            _check_fits(config, budget, params, num_prompt_tokens, cache.block_size, usable)
+    except RequestRefused:
+        raise
+    except ConfigError as error:
+        raise RequestRefused(error.option, error.value, error.allowed) from None
+
+
+def _check_fits(
+    config: VTokenConfig | None, budget, params, num_prompt_tokens: int, block_size: int, usable: int
+) -> None:
+    max_tokens = getattr(params, "max_tokens", None) or 1
+    total = num_prompt_tokens + max_tokens
+    # Holes of `naive` are given back in whole blocks only: nothing can be promised there.
+    shrinks = config is not None and config.mode == "vtoken"
+    slots = peak_tokens(budget if shrinks else None, total, block_size)
+    needed = cdiv(slots, block_size)
+    if needed > usable:
+        raise RequestRefused(
+            "request", f"{num_prompt_tokens} prompt + {max_tokens} output tokens",
+            f"needs {needed} KV blocks of {block_size} tokens at its peak, the pool has {usable}; "
+            "lower max_tokens or the request's budget",
+        )  # fmt: skip
+
+
+def _prompt_len(prompt) -> int | None:
+    if isinstance(prompt, dict):
+        ids = prompt.get("prompt_token_ids")
+        if ids is not None:
+            return len(ids)
+        embeds = prompt.get("prompt_embeds")
+        if embeds is not None:
+            return len(embeds)
+    return None
+
+
+def install() -> None:
+    """Wrap the two entries; may be called again."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if not getattr(AsyncLLM.generate, "is_vtoken", False):
+        AsyncLLM.generate = _checked_generate(AsyncLLM.generate)
+    if not getattr(InputProcessor.process_inputs, "is_vtoken", False):
+        InputProcessor.process_inputs = _checked_process(InputProcessor.process_inputs)
+
+
+def _checked_generate(stock):
+    @functools.wraps(stock)
+    def generate(self, prompt, sampling_params, *args, **kwargs):
+        # `stock` is an async generator: its body runs when the first token is awaited, after a
+        # stream has been answered with 200. This body runs when it is called.
+        num_prompt_tokens = _prompt_len(prompt)
+        if num_prompt_tokens is not None:
+            check_request(self.vllm_config, sampling_params, num_prompt_tokens)
+        return stock(self, prompt, sampling_params, *args, **kwargs)
+
+    generate.is_vtoken = True
+    return generate
+
+
+def _checked_process(stock):
+    @functools.wraps(stock)
+    def process_inputs(self, *args, **kwargs):
+        request = stock(self, *args, **kwargs)
+        ids, embeds = request.prompt_token_ids, request.prompt_embeds
+        length = len(ids) if ids is not None else len(embeds)
+        if request.sampling_params is not None:
+            check_request(self.vllm_config, request.sampling_params, length)
+        return request
+
+    process_inputs.is_vtoken = True
+    return process_inputs
