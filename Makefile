@@ -15,8 +15,8 @@ LOCK := requirements/cpu.lock
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.vtoken-installed
 # `override` options reach pip in one place only.
-PIP_INSTALL = $(BIN)/python -m pip install --no-deps --disable-pip-version-check \
-	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_EXTRA)
+PIP_INSTALL = $(BIN)/python -m pip install --no-deps --no-compile \
+	--disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_EXTRA)
 
 # Tests run tiny models in one process: one thread beats two that wait for each other.
 TEST_ENV = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}

@@ -52,7 +52,9 @@ def prepare(name: str, progress: Callable[[str], None] | None = None) -> Path:
 
     # The tiny models borrow the real tokenizer, so that text prompts work with every model.
     tokenizer_from = prepare("smollm2-135m", progress)
-    return publish(name, _FORMAT[name], lambda folder: tiny.build(name, folder, tokenizer_from, say))
+    return publish(
+        name, _FORMAT[name], lambda folder: tiny.build(name, folder, tokenizer_from, say)
+    )
 
 
 def is_prepared(name: str) -> bool:
@@ -79,7 +81,7 @@ def resolve_model(model: str, progress: Callable[[str], None] | None = None) -> 
         raise ConfigError("--model", model, "no such path; " + _ALLOWED)
     if "/" not in model:
         # A bare word is far more often a typing error than one of the hub's few bare ids.
-        raise ConfigError("--model", model, f"not an embedded model ({nearest(model, MODEL_NAMES)}); " + _ALLOWED)
+        raise ConfigError("--model", model, f"{nearest(model, MODEL_NAMES)} Or " + _ALLOWED)
     return model
 
 

