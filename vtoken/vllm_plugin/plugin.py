@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 
 logger = logging.getLogger("vllm.vtoken")
 
@@ -32,6 +33,10 @@ def register() -> None:
 
     register_spec()
     _wrap_config_creation()
+    if "vllm.v1.engine.core" in sys.modules:  # an engine's process; front ends need no import
+        from vtoken.vllm_plugin.endpoint import install_utility
+
+        install_utility()
 
 
 def _wrap_config_creation() -> None:
@@ -49,10 +54,19 @@ def _wrap_config_creation() -> None:
         vllm_config = stock(self, *args, **kwargs)
         if wants:
             finish_config(vllm_config)
+        if has_settings(self.additional_config):
+            from vtoken.vllm_plugin.requests import install
+
+            install()
         return vllm_config
 
     create_engine_config.is_vtoken = True
     EngineArgs.create_engine_config = create_engine_config
+
+
+def has_settings(additional_config) -> bool:
+    """Whether a config speaks of vToken at all, `native` included."""
+    return isinstance(additional_config, dict) and "vtoken" in additional_config
 
 
 def wants_vtoken(additional_config) -> bool:

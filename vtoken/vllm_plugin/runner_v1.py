@@ -7,6 +7,8 @@ handed out, zeroed or copied into in this same step), then the rows, then vLLM's
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
@@ -70,6 +72,7 @@ class VTokenRunnerV1Mixin:
         self.vtoken_config = config_of(vllm_config)
         self.vtoken_layouts = LayoutCache()
         self.vtoken_plan: StepPlan | None = None
+        self.vtoken_relocation_ns = 0  # spent on copies and not reported yet
 
     # ---- start-up --------------------------------------------------------------------------
 
@@ -112,7 +115,9 @@ class VTokenRunnerV1Mixin:
         if plan is None:
             return
         if len(plan.move_source):
+            start = time.perf_counter_ns()
             self.vtoken_move(plan.move_source, plan.move_destination)
+            self.vtoken_relocation_ns += time.perf_counter_ns() - start
         for r, req_id in enumerate(plan.req_ids):
             if plan.rewrites_row[r]:
                 self._vtoken_rewrite_row(req_id, plan.row_of(r))
@@ -167,7 +172,10 @@ class VTokenRunnerV1Mixin:
         if self.vtoken_attention is not None:
             report = self.vtoken_attention.end_step(self, self.vtoken_plan)
         out = super().sample_tokens(grammar_output)
-        return out if report is None else attach_report(out, report)
+        if self.vtoken_relocation_ns and self.input_batch.num_reqs:
+            spent, self.vtoken_relocation_ns = self.vtoken_relocation_ns, 0
+            out = attach(out, "vtoken_relocation_ns", spent)
+        return out if report is None else attach(out, "vtoken_scores", report)
 
     def vtoken_reconfigure(self, config) -> None:
         """Take other settings while idle; in-process engines only."""
@@ -177,17 +185,17 @@ class VTokenRunnerV1Mixin:
             self.vtoken_attention.configure(config)
 
 
-def attach_report(output, report):
-    """Put a ScoreReport on a ModelRunnerOutput, now or when an async one is fetched."""
+def attach(output, name: str, value):
+    """Put an attribute on a ModelRunnerOutput, now or when an async one is fetched."""
     if hasattr(output, "get_output"):
         fetch = output.get_output
 
         def get_output():
-            return attach_report(fetch(), report)
+            return attach(fetch(), name, value)
 
         output.get_output = get_output
         return output
     # Never on vLLM's shared empty output, which other steps return too.
     assert output is not None and output.req_ids, "a report belongs to a step with requests"
-    output.vtoken_scores = report
+    setattr(output, name, value)
     return output

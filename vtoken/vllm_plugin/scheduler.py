@@ -8,6 +8,7 @@ from __future__ import annotations
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vtoken.server.stats import StatsSource
 from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.hooks import SchedulerHooks
 from vtoken.vllm_plugin.manager import VTokenManager
@@ -23,6 +24,7 @@ class VTokenSchedulerMixin:
         compat.check_scheduler_side()
         config = config_of(self.vllm_config)
         self.vtoken: SchedulerHooks | None = None
+        self._vtoken_stats: StatsSource | None = None
         if config is None:
             return
         managers = self.kv_cache_manager.coordinator.single_type_managers
@@ -53,7 +55,18 @@ class VTokenSchedulerMixin:
         report = getattr(model_runner_output, "vtoken_scores", None)
         if self.vtoken is not None and report is not None:
             self.vtoken.take_scores(report)
+        if self._vtoken_stats is not None:
+            spent = getattr(model_runner_output, "vtoken_relocation_ns", 0)
+            self._vtoken_stats.relocation_ns += spent
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_stats(self, *args, **kwargs):
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self.vtoken is not None:
+            if self._vtoken_stats is None or self._vtoken_stats.hooks is not self.vtoken:
+                self._vtoken_stats = StatsSource(self.vtoken)
+            stats.num_kv_fetch_reqs_by_stage.update(self._vtoken_stats.take())
+        return stats
 
     def _preempt_request(self, request, *args, **kwargs):
         if self.vtoken is not None:
