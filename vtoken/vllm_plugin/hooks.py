@@ -201,15 +201,23 @@ class SchedulerHooks:
             cached[req_id] = min(cached[req_id], len(blocks))
 
     def num_slots_needed(self, req_id: str, num_tokens: int) -> int:
-        """Tokens' worth of slots a request needs to have `num_tokens` logical tokens computed."""
+        """Tokens' worth of slots a request needs to have `num_tokens` logical tokens computed.
+
+        Called twice a step for every running request: integers only, the table is not read.
+        """
         state = self.states.get(req_id)
-        if state is None or not (state.executed or state.table.num_evicted_tokens):
+        if state is None:
             return num_tokens
-        request = self.scheduler.requests[req_id]
-        if not state.executed:
-            self.sync(state, self.manager.req_to_blocks[req_id], request.num_computed_tokens)
-        new_tokens = num_tokens - request.num_computed_tokens
-        return self.planner.num_blocks_needed(state, new_tokens) * self.block_size
+        table = state.table
+        if state.executed:
+            new_tokens = num_tokens - table.num_computed_tokens
+            return self.planner.num_blocks_needed(state, new_tokens) * self.block_size
+        # Growth at the tail leaves logical minus physical length as it is.
+        slots = num_tokens - (table.num_computed_tokens - table.num_physical_tokens)
+        if len(table.holes) and self.planner.settings.moves:
+            new_tokens = num_tokens - self.scheduler.requests[req_id].num_computed_tokens
+            return slots - (new_tokens == 1)  # one token takes a hole
+        return slots
 
     def admission_cap_tokens(self, req_id: str, num_tokens: int) -> int:
         """Slots to reserve when a request is admitted: its peak, eviction between chunks counted."""
