@@ -155,6 +155,8 @@ class RequestTable:
         Dead ids never come back, so the end of the dead run that starts at `first_id` is kept
         from call to call.
         """
+        if count <= 0:
+            return NO_SLOTS
         if first_id != self._dead_from:
             self._dead_from = self._dead_to = first_id
         start, missing, width = self._dead_to, count, count + 32
