@@ -32,12 +32,12 @@ def by_hand(kind, scores, step, groups, queries, counted, window):
                 out[s] = a if n > 1 else out[s] * (1 - 1 / window) + a
             elif kind is ScoreKind.COUNT_ABOVE_THRESHOLD:
                 mean = a / (LAYERS * HEADS * count)
-                out[s] = out[s] * (1 - 1 / window) + (mean > 1 / len(slots))
+                out[s] += mean > 1 / len(slots)
     return out
 
 
 @pytest.mark.parametrize("kind", list(ScoreKind))
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [32, 5])
 def test_rules(kernels, kind, window):
     queries, lens = [1, 50, 1], [60, 70, 200]
     problem = make_problem(queries=queries, lens=lens, seed=1, spread=2.0)
@@ -62,9 +62,7 @@ def test_rules(kernels, kind, window):
     )
     slots = torch.from_numpy(np.concatenate(groups))
     update_scores(kind, scores, step, slots, shape, window_steps=window)
-    defaults = {ScoreKind.WINDOW: 32, ScoreKind.COUNT_ABOVE_THRESHOLD: 400}
-    w = window or defaults.get(kind)
-    want = by_hand(kind, before, step.numpy(), groups, queries, counted, w)
+    want = by_hand(kind, before, step.numpy(), groups, queries, counted, window)
     assert np.allclose(scores.numpy(), want, rtol=1e-6, atol=1e-6)
     untouched = np.setdiff1d(np.arange(problem.num_slots), np.concatenate(groups))
     assert np.array_equal(scores.numpy()[untouched], before[untouched])
@@ -83,7 +81,7 @@ def test_counts_what_exceeds_an_even_share():
 
 @pytest.mark.parametrize(
     "kind, count",
-    [(ScoreKind.LAST, 1), (ScoreKind.WINDOW, 32), (ScoreKind.ACCUMULATED, 9), (ScoreKind.NONE, 0),
+    [(ScoreKind.LAST, 1), (ScoreKind.WINDOW, 9), (ScoreKind.ACCUMULATED, 9), (ScoreKind.NONE, 0),
      (ScoreKind.COUNT_ABOVE_THRESHOLD, 9), (ScoreKind.KEY_NORM, 0)],
 )  # fmt: skip
 def test_counted_queries(kind, count):

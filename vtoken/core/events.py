@@ -5,6 +5,7 @@ Shape legend: R requests changed in a step, M moves of a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -35,6 +36,8 @@ class StepPlan:
         move_source, move_destination: int64[M], vLLM slots; move_start: int32[R+1].
             All sources are read before any destination is written.
         report_req_ids: requests whose scores the worker sends back after this step.
+        fresh_blocks: int32, block ids that came from the prefix cache to a request that now holds
+            them alone: the scores of their tokens start at zero.
     """
 
     step_seq: int
@@ -51,6 +54,7 @@ class StepPlan:
     move_source: np.ndarray
     move_destination: np.ndarray
     report_req_ids: list[str] = field(default_factory=list)
+    fresh_blocks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     def row_of(self, r: int) -> np.ndarray:
         return self.row_kept[self.row_start[r] : self.row_start[r + 1]]
@@ -99,10 +103,13 @@ def _flatten(parts: list[np.ndarray], dtype) -> tuple[np.ndarray, np.ndarray]:
 
 
 def build_step_plan(
-    step_seq: int, steps: list[RequestStep], report_req_ids: list[str]
+    step_seq: int,
+    steps: list[RequestStep],
+    report_req_ids: list[str],
+    fresh_blocks: Sequence[int] = (),
 ) -> StepPlan | None:
     """Flatten a step's entries; None when nothing changed and nothing is asked."""
-    if not steps and not report_req_ids:
+    if not steps and not report_req_ids and not fresh_blocks:
         return None
     row_start, row_kept = _flatten([s.kept if s.kept is not None else _NO_KEPT for s in steps], np.int32)
     bits = [_NO_BITS if s.mask is None else _packed(s.mask) for s in steps]
@@ -125,6 +132,7 @@ def build_step_plan(
         move_source=move_source,
         move_destination=_flatten(targets, np.int64)[1],
         report_req_ids=report_req_ids,
+        fresh_blocks=np.array(fresh_blocks, np.int32),
     )
 
 

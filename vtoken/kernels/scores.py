@@ -15,7 +15,6 @@ import torch
 from vtoken.policies.base import ScoreKind
 
 WINDOW_QUERIES = 32  # SnapKV's observation window, in queries
-HISTORY_STEPS = 400  # Scissorhands' history window, in steps
 
 ATTENTION_KINDS = frozenset(
     {ScoreKind.ACCUMULATED, ScoreKind.LAST, ScoreKind.WINDOW, ScoreKind.COUNT_ABOVE_THRESHOLD}
@@ -26,11 +25,11 @@ def counted_queries(kind: ScoreKind, score_queries: int = -1) -> int:
     """Queries per request that the attention should count: `score_queries` of `Kernels.plan`.
 
     Args:
-        score_queries: the user's limit for accumulating kinds, -1 for all.
+        score_queries: the user's limit, -1 for all; for window kinds it is the window.
     """
     if kind not in ATTENTION_KINDS:
         return 0
-    return {ScoreKind.LAST: 1, ScoreKind.WINDOW: WINDOW_QUERIES}.get(kind, score_queries)
+    return 1 if kind is ScoreKind.LAST else score_queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ def update_scores(
     slots: torch.Tensor,
     shape: StepShape,
     *,
-    window_steps: int | None = None,
+    window_steps: int = WINDOW_QUERIES,
 ) -> None:
     """Apply a score kind's rule to the touched slots, in place.
 
@@ -72,14 +71,13 @@ def update_scores(
         accumulated              score += a
         last                     score  = a                       (one counted query)
         window                   score  = a after a chunk, score * (1 - 1 / W) + a after a decode
-        count-above-threshold    score  = score * (1 - 1 / W) + (a / (layers * heads * counted)
-                                          > 1 / live tokens)
+        count-above-threshold    score += (a / (layers * heads * counted) > 1 / live tokens)
         key-norm, none           nothing: set when the key is written, or not at all
 
     Args:
         scores, step: float32[S].
         slots: int64[M], each request's live slots, one request after the other, none twice.
-        window_steps: W; WINDOW_QUERIES or HISTORY_STEPS by default.
+        window_steps: W of the window kind.
     """
     assert scores.dtype == step.dtype == torch.float32, (scores.dtype, step.dtype)
     if kind not in ATTENTION_KINDS or slots.numel() == 0:
@@ -92,12 +90,11 @@ def update_scores(
     elif kind is ScoreKind.LAST:
         scores[slots] = a
     elif kind is ScoreKind.WINDOW:
-        decay = 1.0 - 1.0 / (window_steps or WINDOW_QUERIES)
+        decay = 1.0 - 1.0 / window_steps
         kept = torch.where(shape.num_queries > 1, 0.0, decay)
         scores[slots] = scores[slots] * kept.float().repeat_interleave(live) + a
     else:
-        decay = 1.0 - 1.0 / (window_steps or HISTORY_STEPS)
         # a / (layers * heads * counted) > 1 / live, without dividing by a count of zero
         bar = shape.num_layers * shape.num_heads * shape.num_counted.float() / live.clamp(min=1)
         above = a > bar.repeat_interleave(live)
-        scores[slots] = scores[slots] * decay + above.float()
+        scores[slots] += above.float()

@@ -22,6 +22,7 @@ from vtoken import kernels as vtoken_kernels
 from vtoken.errors import UnsupportedError
 from vtoken.kernels.scores import (
     ATTENTION_KINDS,
+    WINDOW_QUERIES,
     StepShape,
     counted_queries,
     reset_scores,
@@ -102,11 +103,10 @@ class CPUAttention:
     def configure(self, config) -> None:
         """Take the policy's score kind; start with empty scores."""
         self.work = None
-        self.kind, self.window_steps = ScoreKind.NONE, None
+        self.kind = ScoreKind.NONE
         if config.evicts:
             policy = config.make_policy(self.block_size)
             self.kind = policy.score_kind
-            self.window_steps = getattr(policy, "history_steps", None)
         self.score_queries = -1 if config.score_queries == "all" else config.score_queries
         if self.kind is ScoreKind.NONE:
             self.scores = self.step_scores = None
@@ -205,7 +205,7 @@ class CPUAttention:
             )
             update_scores(
                 self.kind, self.scores, self.step_scores, live, shape,
-                window_steps=self.window_steps,
+                window_steps=self.score_queries if self.score_queries > 0 else WINDOW_QUERIES,
             )  # fmt: skip
         elif self.kind is ScoreKind.KEY_NORM:
             total = int(runner.query_start_loc.np[n])
@@ -213,6 +213,11 @@ class CPUAttention:
             for kv in self.kvs:
                 self.kernels.key_norms(kv, slots, self.scores, layout=self.layout)
         return self._report(runner, plan)
+
+    def restart_scores(self, block_ids: np.ndarray) -> None:
+        """Start the scores of tokens from the prefix cache at zero; key norms stay."""
+        if self.scores is not None and self.kind in ATTENTION_KINDS:
+            self.scores.view(-1, self.block_size)[torch.from_numpy(block_ids).long()] = 0.0
 
     def _live_slots(self, runner, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """int64[M] live slots of the batch, request by request, and int[R] how many each has."""

@@ -11,6 +11,7 @@ Called in this order in every step (DESIGN section 4):
 from __future__ import annotations
 
 import time
+from collections import Counter
 from zlib import crc32
 
 import numpy as np
@@ -29,7 +30,9 @@ from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
 from vtoken.server.request_options import read_options, request_budget
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.scores import ReportBook
+from vtoken.vllm_plugin.run_log import RunLog
+from vtoken.vllm_plugin.pressure import PressureControl
+from vtoken.vllm_plugin.scores import ReportBook, score_window
 from vtoken.vllm_plugin.sizing import peak_tokens
 
 
@@ -40,6 +43,9 @@ class SchedulerHooks:
         states: per running request; made when it is first scheduled, gone with its blocks.
         counters: running totals.
         trace: TraceEntry of every scheduled request and step, when the config asks for it.
+        log: files that are recorded to or replayed from, or None.
+        chunk_limits: functions (request, num_computed_tokens, num_new_tokens) -> new tokens that
+            a chunk may have; the smallest holds.
     """
 
     def __init__(self, config: VTokenConfig, scheduler, manager) -> None:
@@ -64,12 +70,22 @@ class SchedulerHooks:
         self.trace: list[TraceEntry] = []
         self.scored = self.budget is not None and self.budget.policy.score_kind != ScoreKind.NONE
         self.reports = ReportBook()
+        self.log = RunLog.open(config, self.budget, scheduler)
         self.moved: dict[str, int] = {}  # tokens moved so far, by running request
         self._own_budgets: dict = {}  # of requests that asked for one, by what they asked for
         self._plans: dict[str, np.ndarray] = {}
         self._executed: list[str] = []
         self._num_new_tokens = 0  # of the request that allocate_slots is working on
         self._sharing: set[str] = set()  # requests with protected tokens when last looked
+        self.pressure = PressureControl(self)
+        self.checker = None
+        if config.hash_kv_every:
+            from vtoken.vllm_plugin.checks import SchedulerChecker  # brings torch in
+
+            self.checker = SchedulerChecker(self)
+        self.chunk_limits = [self.pressure.cap_chunk]
+        if self.log is not None:
+            self.chunk_limits.append(self.log.cut_chunk)
 
     # ---- head of the step ------------------------------------------------------------------
 
@@ -79,6 +95,7 @@ class SchedulerHooks:
         self.counters.hook_calls += 1
         self._plans.clear()
         self._executed.clear()
+        self.pressure.begin_step()
         states = self.states
         due = [
             r
@@ -99,13 +116,20 @@ class SchedulerHooks:
         self.sync(state, blocks, length)
         pinned = self._pinned(blocks) if self.caching else None
         protected_ids = self._protect(state, pinned)
-        num_evict = self.planner.num_to_evict(state, length)
-        if num_evict < state.budget.interval_tokens:
-            self.planner.schedule_next(state, length)
+        if self.log is not None and self._follow(req_id, state, length, protected_ids):
             return
+        num_evict = self.planner.num_to_evict(state, length)
+        if num_evict < state.budget.interval_tokens or self.pressure.elastic:
+            self._schedule_next(state, length)
+            return
+        self._choose_victims(request, state, num_evict, protected_ids)
+
+    def _choose_victims(self, request, state, num_evict: int, protected_ids) -> None:
+        """Let the policy name victims, with the scores of two steps ago where it needs some."""
+        req_id, length = request.request_id, request.num_computed_tokens
         scores = None
         if self.needs_scores(state):
-            scores = self.reports.scores_for(req_id, self.step_seq - 2, length)
+            scores = self.reports.scores_for(req_id, self.report_step(request), length)
             if scores is None:
                 # Not asked for in time (a sharer may just have left): finalize asks now.
                 state.next_eviction_len = length
@@ -119,6 +143,43 @@ class SchedulerHooks:
         )
         if len(victims):
             self._plans[req_id] = victims
+
+    def report_step(self, request) -> int:
+        """The step whose scores a decision of this step uses: exactly two steps ago.
+
+        A prompt whose chunk was put off for lack of room has no scores of that step; its last
+        chunk's are as good, for nothing attended since.
+        """
+        step = self.step_seq - 2
+        last = self.states[request.request_id].last_chunk_step
+        return min(step, last) if request.is_prefill_chunk and last >= 0 else step
+
+    def _follow(self, req_id: str, state: RequestState, length: int, protected_ids) -> bool:
+        """Plan what the replayed run did at this length; False where nothing is replayed."""
+        due = self.log.next_length(req_id, length)
+        if due is None:
+            return False
+        state.next_eviction_len = due
+        if due == length:
+            live = state.table.live_ids()
+            evictable = live if protected_ids is None else np.setdiff1d(live, protected_ids, True)
+            victims = self.log.victims(req_id, length, evictable)
+            if len(victims):
+                self._plans[req_id] = victims
+        return True
+
+    def _schedule_next(self, state: RequestState, length: int) -> None:
+        """Set when the request is due next: by the replayed run, else by its budget.
+
+        Under `evict_when: pressure` it is the pool that says so, not the length.
+        """
+        due = None if self.log is None else self.log.next_length(state.table.req_id, length)
+        if due is None and self.pressure.elastic:
+            state.next_eviction_len = NEVER
+        elif due is None:
+            self.planner.schedule_next(state, length)
+        else:
+            state.next_eviction_len = due
 
     def sync(self, state: RequestState, blocks, length: int) -> None:
         """Bring a request's table in step with vLLM: new blocks, tokens grown at the tail."""
@@ -149,7 +210,24 @@ class SchedulerHooks:
         self._sharing.add(table.req_id)
         return ids
 
-    # ---- while vLLM allocates --------------------------------------------------------------
+    # ---- while vLLM schedules and allocates ------------------------------------------------
+
+    def arrive(self, request) -> None:
+        """A request enters the scheduler.
+
+        Raises:
+            ConfigError: decisions are replayed, and none were recorded of such a request.
+        """
+        if self.log is not None:
+            self.log.arrive(request)
+
+    def cap_chunk(self, request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """New tokens of a request that every limit on chunks allows."""
+        for limit in self.chunk_limits:
+            num_new_tokens = min(
+                num_new_tokens, limit(request, num_computed_tokens, num_new_tokens)
+            )
+        return num_new_tokens
 
     def note_allocation(self, num_new_tokens: int) -> None:
         """allocate_slots is about to serve a request with this many new tokens."""
@@ -166,12 +244,17 @@ class SchedulerHooks:
 
     def _execute(self, req_id: str, victims: np.ndarray, under_pressure: bool = False) -> None:
         state, blocks = self.states[req_id], self.manager.req_to_blocks[req_id]
+        if self.checker is not None:
+            self.checker.before_change(req_id, state, victims)
         pinned = self._pinned(blocks) if self.caching else None
         release = self.planner.execute(
             state, victims, self._num_new_tokens, pinned, under_pressure
         )
         self._executed.append(req_id)
-        self.planner.schedule_next(state, state.table.num_computed_tokens)
+        length = state.table.num_computed_tokens
+        if self.log is not None and len(victims):
+            self.log.died(self.scheduler.requests[req_id], length, victims)
+        self._schedule_next(state, length)
         if release is None:
             return
         if self.caching and len(release.rewritten):
@@ -199,6 +282,35 @@ class SchedulerHooks:
         cached = self.manager.num_cached_block
         if req_id in cached:
             cached[req_id] = min(cached[req_id], len(blocks))
+
+    # ---- shrinking under pressure ----------------------------------------------------------
+
+    def can_shrink(self, request) -> bool:
+        """Whether a request may lose tokens in this step."""
+        state = self.states.get(request.request_id)
+        if state is None or state.budget is None or state.executed:
+            return False
+        req_id = request.request_id
+        if req_id in self._plans:
+            return False
+        return not self.needs_scores(state) or self.reports.has(req_id, self.report_step(request))
+
+    def shrink(self, request, num_evict: int, num_new_tokens: int) -> None:
+        """Take tokens from a request now, at the head of the step, and give its blocks back."""
+        req_id, state = request.request_id, self.states[request.request_id]
+        blocks = self.manager.req_to_blocks[req_id]
+        self.sync(state, blocks, request.num_computed_tokens)
+        protected_ids = self._protect(state, self._pinned(blocks) if self.caching else None)
+        self._choose_victims(request, state, num_evict, protected_ids)
+        victims = self._plans.pop(req_id, None)
+        if victims is not None:
+            self._num_new_tokens = num_new_tokens
+            self._execute(req_id, victims, under_pressure=True)
+
+    def num_planned_victims(self, req_id: str) -> int:
+        """Tokens that a request is about to lose in this step."""
+        victims = self._plans.get(req_id)
+        return 0 if victims is None else len(victims)
 
     def num_slots_needed(self, req_id: str, num_tokens: int) -> int:
         """Tokens' worth of slots a request needs to have `num_tokens` logical tokens computed.
@@ -274,7 +386,7 @@ class SchedulerHooks:
         """Place tokens with the real counts; runs before vLLM advances the lengths."""
         start = time.perf_counter()
         num_scheduled = scheduler_output.num_scheduled_tokens
-        self._add_states(scheduler_output)
+        fresh_blocks = self._add_states(scheduler_output)
         steps: list[RequestStep] = []
         for req_id in self._executed:
             state = self.states.get(req_id)
@@ -289,7 +401,11 @@ class SchedulerHooks:
         asks = self._ask_for_reports(num_scheduled) if self.scored else []
         if self.config.trace:
             self._record_trace(num_scheduled)
-        plan = build_step_plan(self.step_seq, steps, asks)
+        if self.log is not None:
+            self.log.flush()
+        plan = build_step_plan(self.step_seq, steps, asks, fresh_blocks)
+        if self.checker is not None:
+            scheduler_output.vtoken_check = self.checker.after_plan(plan, scheduler_output)
         self.counters.finalize_s += time.perf_counter() - start
         return plan
 
@@ -298,6 +414,8 @@ class SchedulerHooks:
         if not state.executed:
             length = self.scheduler.requests[req_id].num_computed_tokens
             self.sync(state, blocks, length)
+            if self.checker is not None and req_id not in self._executed:
+                self.checker.before_change(req_id, state)
         step = self.planner.finalize(
             state, n, lambda start: [b.block_id for b in blocks[start:]]
         )
@@ -306,11 +424,24 @@ class SchedulerHooks:
             if step.move_source is not None:
                 self.moved[req_id] = self.moved.get(req_id, 0) + len(step.move_source)
 
-    def _add_states(self, scheduler_output) -> None:
-        for new in scheduler_output.scheduled_new_reqs:
-            self._add_state(new.req_id)
-        for req_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+    def _add_states(self, scheduler_output) -> list[int]:
+        """Start the tables of new and resumed requests.
+
+        Returns:
+            Blocks from the prefix cache whose scores start again: nobody else holds them.
+        """
+        started = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        started += scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        for req_id in started:
             self._add_state(req_id)
+        if not (self.scored and self.caching and started):
+            return []
+        hit = []
+        for req_id in started:
+            num_hits = self.scheduler.requests[req_id].num_computed_tokens // self.block_size
+            hit += self.manager.req_to_blocks[req_id][:num_hits]
+        taken = Counter(b.block_id for b in hit)
+        return [b.block_id for b in hit if b.ref_cnt == taken[b.block_id]]
 
     def _add_state(self, req_id: str) -> None:
         request = self.scheduler.requests[req_id]
@@ -321,14 +452,22 @@ class SchedulerHooks:
             num_prompt_tokens=request.num_prompt_tokens,
             prompt_hash=crc32(prompt.tobytes()),
         )
-        self.planner.schedule_next(state, request.num_computed_tokens)
+        if self.log is not None:
+            self.log.start(request)
+        self._schedule_next(state, request.num_computed_tokens)
         self.states[req_id] = state
 
     def _ask_for_reports(self, num_scheduled: dict[str, int]) -> list[str]:
         """Requests that may be due two steps from now; remember which id sits where."""
         asks = []
+        for req_id in self.pressure.wants_reports():
+            n = num_scheduled.get(req_id, 0)
+            if n:
+                self._ask(req_id, self.scheduler.requests[req_id].num_computed_tokens + n, asks)
         for req_id, n in num_scheduled.items():
             state, request = self.states[req_id], self.scheduler.requests[req_id]
+            if n > 1:
+                state.last_chunk_step = self.step_seq
             if state.next_eviction_len >= NEVER or not self.needs_scores(state):
                 continue
             length = request.num_computed_tokens + n
@@ -338,10 +477,14 @@ class SchedulerHooks:
                 continue
             if n == 1 and self.reports.asked_at(req_id) == self.step_seq - 1:
                 continue  # the report of the last step is the one the coming decision uses
-            self.sync(state, self.manager.req_to_blocks[req_id], length)
-            self.reports.ask(req_id, self.step_seq, state.table.ids_by_physical_index())
-            asks.append(req_id)
+            self._ask(req_id, length, asks)
         return asks
+
+    def _ask(self, req_id: str, length: int, asks: list[str]) -> None:
+        state = self.states[req_id]
+        self.sync(state, self.manager.req_to_blocks[req_id], length)
+        self.reports.ask(req_id, self.step_seq, state.table.ids_by_physical_index())
+        asks.append(req_id)
 
     def _record_trace(self, num_scheduled: dict[str, int]) -> None:
         for req_id, n in num_scheduled.items():
@@ -366,6 +509,9 @@ class SchedulerHooks:
 
     def forget(self, req_id: str) -> None:
         """Drop everything known of a request whose blocks are being freed."""
+        request = self.scheduler.requests.get(req_id)
+        if self.log is not None and request is not None:
+            self.log.end(request)
         self.states.pop(req_id, None)
         self.tables.forget(req_id)
         self.moved.pop(req_id, None)
@@ -373,8 +519,15 @@ class SchedulerHooks:
         self._sharing.discard(req_id)
         self.reports.forget(req_id)
 
+    def describe(self) -> dict[str, object]:
+        """What results say of the scores in force: their kind, and which queries count."""
+        kind = ScoreKind.NONE if self.budget is None else self.budget.policy.score_kind
+        return score_window(kind, self.config.score_queries)
+
     def take_scores(self, reports) -> None:
         """Take in the ScoreReports of a finished step."""
+        if self.log is not None:
+            self.log.take_scores(reports, self.reports, self.scheduler.requests)
         self.reports.receive(reports)
 
 

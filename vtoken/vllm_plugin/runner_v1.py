@@ -66,6 +66,7 @@ class VTokenRunnerV1Mixin:
 
     vtoken_config = None
     vtoken_attention = None  # the device's attention wrapper; also moves KV
+    vtoken_checker = None  # vtoken.vllm_plugin.checks.WorkerChecker where invariants are watched
 
     def _vtoken_init(self, vllm_config) -> None:
         compat.check_worker_side()
@@ -92,6 +93,7 @@ class VTokenRunnerV1Mixin:
         for name, layer in layers.items():
             check_layer_impl(name, layer.impl)
         self.vtoken_setup_kv(layers)
+        self._vtoken_start_checks()
 
     def vtoken_setup_kv(self, layers: dict) -> None:
         """Make the mover and, where holes or scores are possible, the attention wrapper."""
@@ -101,6 +103,8 @@ class VTokenRunnerV1Mixin:
 
     def _update_states(self, scheduler_output):
         if self.vtoken_config is not None:
+            if self.vtoken_checker is not None:
+                self.vtoken_checker.before_moves(self, scheduler_output)
             self._vtoken_apply(scheduler_output)
         return super()._update_states(scheduler_output)
 
@@ -118,6 +122,8 @@ class VTokenRunnerV1Mixin:
             start = time.perf_counter_ns()
             self.vtoken_move(plan.move_source, plan.move_destination)
             self.vtoken_relocation_ns += time.perf_counter_ns() - start
+        if len(plan.fresh_blocks) and self.vtoken_attention is not None:
+            self.vtoken_attention.restart_scores(plan.fresh_blocks)
         for r, req_id in enumerate(plan.req_ids):
             if plan.rewrites_row[r]:
                 self._vtoken_rewrite_row(req_id, plan.row_of(r))
@@ -145,6 +151,8 @@ class VTokenRunnerV1Mixin:
                 self._vtoken_use_physical_lengths(scheduler_output)
             if self.vtoken_attention is not None:
                 self.vtoken_attention.begin_step(self, scheduler_output)
+            if self.vtoken_checker is not None:
+                self.vtoken_checker.before_attention(self, scheduler_output)
         return out
 
     def _vtoken_use_physical_lengths(self, scheduler_output) -> None:
@@ -167,6 +175,8 @@ class VTokenRunnerV1Mixin:
         batch.block_table.compute_slot_mapping(n, self.query_start_loc.gpu[: n + 1], index)
 
     def sample_tokens(self, grammar_output):
+        if self.vtoken_checker is not None:
+            self.vtoken_checker.after_attention()
         # The forward pass is over: its scores are complete.
         report = None
         if self.vtoken_attention is not None:
@@ -183,6 +193,17 @@ class VTokenRunnerV1Mixin:
         self.vtoken_layouts = LayoutCache()
         if self.vtoken_attention is not None:
             self.vtoken_attention.configure(config)
+        self._vtoken_start_checks()
+
+    def _vtoken_start_checks(self) -> None:
+        """Watch the invariants where the config asks for it."""
+        if self.vtoken_checker is not None:
+            self.vtoken_checker.stop()
+            self.vtoken_checker = None
+        if self.vtoken_config.hash_kv_every:
+            from vtoken.vllm_plugin.checks import make_worker_checker
+
+            self.vtoken_checker = make_worker_checker(self, self.vtoken_config)
 
 
 def attach(output, name: str, value):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from vtoken.server.stats import StatsSource
 from vtoken.vllm_plugin import compat
@@ -36,9 +37,34 @@ class VTokenSchedulerMixin:
         # On the instance: allocate_slots does not tell the manager how many tokens are new.
         self.kv_cache_manager.allocate_slots = self._allocate_slots
 
-    def _allocate_slots(self, request, num_new_tokens, *args, **kwargs):
-        self.vtoken.note_allocation(num_new_tokens)
-        return self._vllm_allocate_slots(request, num_new_tokens, *args, **kwargs)
+    def _allocate_slots(self, request, num_new_tokens, num_new_computed_tokens=0, *args, **kwargs):
+        hooks = self.vtoken
+        is_waiting = request.status != RequestStatus.RUNNING
+        if is_waiting and not hooks.pressure.admits(request, num_new_computed_tokens):
+            return None
+        hooks.note_allocation(num_new_tokens)
+        call = (request, num_new_tokens, num_new_computed_tokens, *args)
+        blocks = self._vllm_allocate_slots(*call, **kwargs)
+        if blocks is None and not is_waiting and hooks.pressure.retry(request, num_new_tokens):
+            hooks.note_allocation(num_new_tokens)
+            blocks = self._vllm_allocate_slots(*call, **kwargs)
+        if blocks is not None:
+            hooks.pressure.note_allocated(request.request_id)
+            if is_waiting:
+                hooks.pressure.admitted(request, num_new_computed_tokens)
+        return blocks
+
+    def add_request(self, request) -> None:
+        if self.vtoken is not None and request.request_id not in self.requests:
+            self.vtoken.arrive(request)
+        super().add_request(request)
+
+    def _reserve_prefill_lookahead(self, request, num_computed_tokens, num_new_tokens):
+        # vLLM asks this of every request, running or waiting: the place to cut a chunk.
+        n = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if self.vtoken is None or n <= 1:
+            return n
+        return self.vtoken.cap_chunk(request, num_computed_tokens, n)
 
     def schedule(self, *args, **kwargs):
         if self.vtoken is not None:

@@ -1,18 +1,46 @@
-"""Score reports on their way from the workers to the policies.
+"""Score reports on their way from the workers to the policies, and into files.
 
 The scheduler asks for a request's scores in step s and keeps, with the question, which logical id
 sat at each physical index in that step. The worker answers with one float32 per physical index.
 Together they are scores tagged by logical id, whatever has moved since. A decision in step s + 2
-uses exactly the report of step s, under synchronous and asynchronous scheduling alike.
+uses exactly the report of step s, under synchronous and asynchronous scheduling alike. A token
+that the report does not know (it is younger) has no score, and is not evictable yet.
+
+What a score is made of (`score_window` says it for results):
+
+* Prompt queries: the last `--score-queries` of every chunk, or all; for `last` kinds one.
+* Decode queries: all.
+* A token that came from the prefix cache starts at zero, as though it had been written now: its
+  score is what this request's own queries gave it. Whose request computed it, and what that one
+  went through since, does not matter. Only while another request holds the block does the count
+  go on, and both give to it; such a token cannot be evicted meanwhile. Key norms are a property
+  of the key and stay.
+* Preemption: the KV is gone and so are its scores. Recomputation is a prefill, and scores begin
+  with its queries; reports about the life before are dropped.
+
+Score traces (`--record-scores`) hold the reports by prompt and logical length, so that a dry run,
+which has no attention, can evict what the real one did.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from vtoken.errors import ConfigError
+from vtoken.policies.base import ScoreKind
+from vtoken.vllm_plugin.decisions import RequestKey, prompt_hash
+
 KEEP_STEPS = 3
+SCHEMA = "vtoken-scores/1"
+RECORD = "--record-scores"
 
 
 @dataclass(slots=True)
@@ -30,39 +58,62 @@ class ScoreReport:
     scores: np.ndarray
 
 
+def score_window(kind: ScoreKind, score_queries: int | str) -> dict[str, object]:
+    """Say which queries a policy's scores are made of; for results and summaries.
+
+    Returns:
+        `score_kind`, and `prompt_queries`: queries of every prompt chunk that count, "all" or a
+        number, 0 where the attention is not looked at. Every decode query counts.
+    """
+    counted: int | str = score_queries
+    if kind in (ScoreKind.NONE, ScoreKind.KEY_NORM):
+        counted = 0
+    elif kind is ScoreKind.LAST:
+        counted = 1
+    return {"score_kind": kind.value, "prompt_queries": counted}
+
+
 class ReportBook:
     """Questions asked and answers received, by request and step."""
 
     def __init__(self) -> None:
-        self._ids: dict[tuple[str, int], np.ndarray] = {}
-        self._scores: dict[tuple[str, int], np.ndarray] = {}
-        self._asked_at: dict[str, int] = {}
+        self._ids: dict[str, dict[int, np.ndarray]] = {}
+        self._scores: dict[str, dict[int, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(asked) for asked in self._ids.values())
 
     def asked_at(self, req_id: str) -> int:
         """The last step in which this request's scores were asked for; -1: never."""
-        return self._asked_at.get(req_id, -1)
+        return max(self._ids.get(req_id, ()), default=-1)
 
     def ask(self, req_id: str, step_seq: int, ids_by_index: np.ndarray) -> None:
         """Remember the layout that a question of this step is about."""
-        self._ids[req_id, step_seq] = ids_by_index
-        self._asked_at[req_id] = step_seq
-        for book in (self._ids, self._scores):
-            book.pop((req_id, step_seq - KEEP_STEPS), None)
+        asked, answered = self._ids.setdefault(req_id, {}), self._scores.setdefault(req_id, {})
+        for old in [s for s in asked if s <= step_seq - KEEP_STEPS]:
+            del asked[old]
+            answered.pop(old, None)
+        asked[step_seq] = ids_by_index
 
-    def ids_asked(self, req_id: str, step_seq: int) -> np.ndarray:
-        """int32[n], the logical id at each physical index that a question is about."""
-        return self._ids[req_id, step_seq]
+    def ids_asked(self, req_id: str, step_seq: int) -> np.ndarray | None:
+        """int32[n], the logical id at each physical index a question is about; None: not asked."""
+        return self._ids.get(req_id, {}).get(step_seq)
 
     def receive(self, report: ScoreReport) -> None:
         """Take in a report; answers to forgotten questions are dropped."""
         for r, req_id in enumerate(report.req_ids):
-            key = (req_id, report.step_seq)
-            if key in self._ids:
-                self._scores[key] = report.scores[report.start[r] : report.start[r + 1]]
+            if self.ids_asked(req_id, report.step_seq) is not None:
+                part = report.scores[report.start[r] : report.start[r + 1]]
+                self._scores[req_id][report.step_seq] = part
+
+    def has(self, req_id: str, step_seq: int) -> bool:
+        """Whether the report of this step is there."""
+        return (req_id, step_seq) in self._scores
 
     def scores_for(self, req_id: str, step_seq: int, num_ids: int) -> np.ndarray | None:
         """float32[num_ids] by logical id, NaN where the report has none; None: no report."""
-        ids, scores = self._ids.get((req_id, step_seq)), self._scores.get((req_id, step_seq))
+        ids = self.ids_asked(req_id, step_seq)
+        scores = self._scores.get(req_id, {}).get(step_seq)
         if ids is None or scores is None:
             return None
         assert len(ids) == len(scores), (req_id, step_seq, len(ids), len(scores))
@@ -73,7 +124,137 @@ class ReportBook:
 
     def forget(self, req_id: str) -> None:
         """Drop all questions and answers about a request."""
-        self._asked_at.pop(req_id, None)
-        for book in (self._ids, self._scores):
-            for key in [k for k in book if k[0] == req_id]:
-                del book[key]
+        self._ids.pop(req_id, None)
+        self._scores.pop(req_id, None)
+
+
+# ---- score traces --------------------------------------------------------------------------
+
+
+class ScoreRecorder:
+    """Writes reports to a file, one JSON line each; lines wait in memory until `flush`.
+
+    A line has the request's key, the logical length after the step that made the scores, and two
+    packed arrays by ascending id: the steps from id to id (int32, deflated) and the scores
+    (float32, exact): about six bytes a live token.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, header: dict) -> None:
+        self.path = Path(path)
+        self._lines: list[str] = []
+        try:
+            self.path.write_text(json.dumps({**header, "schema": SCHEMA}) + "\n")
+        except OSError as error:
+            raise ConfigError(RECORD, path, f"a file to write ({error.strerror})") from None
+
+    def add(
+        self, key: RequestKey, num_preemptions: int, ids: np.ndarray, scores: np.ndarray
+    ) -> None:
+        """Take one request's report.
+
+        Args:
+            ids: int32[n], the logical id at each physical index, -1 for a hole.
+            scores: float32[n].
+        """
+        live = np.flatnonzero(ids >= 0)
+        live = live[np.argsort(ids[live])]
+        ids = ids[live]
+        line = {
+            **key._asdict(),
+            "preemptions": num_preemptions,
+            "length": int(ids[-1]) + 1,  # the newest token is live in its own step
+            "id_steps": _pack(np.diff(ids, prepend=np.int32(-1)).astype(np.int32), deflate=True),
+            "scores": _pack(scores[live].astype(np.float32)),
+        }
+        self._lines.append(json.dumps(line))
+
+    def flush(self) -> None:
+        """Append the waiting lines to the file."""
+        if self._lines:
+            with self.path.open("a") as file:
+                file.write("\n".join(self._lines) + "\n")
+            self._lines.clear()
+
+
+class ScoreTrace:
+    """Recorded reports as the `score_source` of a dry engine.
+
+    A request is known by its prompt. It gets the scores recorded at its length; where the dry run
+    asks at other lengths than the real one did, those of the last length before, or else of the
+    first one. Ids that the record does not know get NaN: they are not evictable yet.
+    """
+
+    def __init__(self, path: str, kind: ScoreKind | None = None) -> None:
+        """Read a file.
+
+        Args:
+            kind: what the policy reads.
+
+        Raises:
+            ConfigError: no such file, not of this schema, damaged, or of another score kind.
+        """
+        self.path = path
+        self._prompt_of = None
+        self._hashes: dict[str, str] = {}
+        self._lines: dict[str, dict[int, dict]] = {}
+        try:
+            lines = Path(path).read_text().splitlines()
+            self.header = json.loads(lines[0]) if lines else {}
+            if not isinstance(self.header, dict) or self.header.get("schema") != SCHEMA:
+                raise ConfigError("score trace", path, f"a file that {RECORD} wrote, of {SCHEMA}")
+            for line in lines[1:]:
+                entry = json.loads(line)
+                by_length = self._lines.setdefault(entry["prompt"], {})
+                by_length.setdefault(int(entry["length"]), entry)
+        except ConfigError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                "score trace", path, f"a file that {RECORD} wrote ({error})"
+            ) from None
+        self._lengths = {prompt: sorted(v) for prompt, v in self._lines.items()}
+        if kind is not None and self.header["score_kind"] != kind.value:
+            raise ConfigError(
+                "score trace", path,
+                f"holds {self.header['score_kind']} scores, the policy reads {kind.value}",
+            )  # fmt: skip
+
+    def bind(self, prompt_of) -> None:
+        """Learn how to find a request's prompt: `prompt_of(req_id) -> token ids`."""
+        self._prompt_of = prompt_of
+
+    def __call__(self, req_id: str, step_seq: int, ids: np.ndarray) -> np.ndarray:
+        """float32[n], a score for each id; the shape of `DryEngine`'s score_source.
+
+        Raises:
+            ConfigError: nothing was recorded of this prompt.
+        """
+        if req_id not in self._hashes:
+            self._hashes[req_id] = prompt_hash(self._prompt_of(req_id))
+        return self.scores(self._hashes[req_id], int(ids.max()) + 1, ids)
+
+    def scores(self, prompt: str, length: int, ids: np.ndarray) -> np.ndarray:
+        """float32[n], the scores of these ids at a logical length; 0 for a hole (-1)."""
+        lengths: Sequence[int] = self._lengths.get(prompt, ())
+        if not lengths:
+            raise ConfigError(
+                "score trace", self.path, f"has no scores of a request with prompt {prompt}"
+            )
+        entry = self._lines[prompt][lengths[max(0, bisect_right(lengths, length) - 1)]]
+        known = np.cumsum(_unpack(entry["id_steps"], np.int32, deflated=True)) - 1
+        table = np.full(max(length, int(known[-1]) + 1), np.nan, np.float32)
+        table[known] = _unpack(entry["scores"], np.float32)
+        return np.where(ids >= 0, table[ids], np.float32(0.0))
+
+
+def _pack(array: np.ndarray, deflate: bool = False) -> str:
+    raw = array.tobytes()
+    return base64.b64encode(zlib.compress(raw, 1) if deflate else raw).decode("ascii")
+
+
+def _unpack(text: str, dtype, deflated: bool = False) -> np.ndarray:
+    raw = base64.b64decode(text)
+    return np.frombuffer(zlib.decompress(raw) if deflated else raw, dtype)
