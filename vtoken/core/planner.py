@@ -79,6 +79,7 @@ class RequestState:
     Attributes:
         next_eviction_len: logical length at which the next eviction is due.
         num_protected: live tokens in blocks shared with others, when last looked.
+        last_chunk_step: step of the last prompt chunk, where scores are kept; -1 before.
         executed: an eviction or compaction took effect in the current step; the fields below
             are set by `execute` and used up by `finalize`.
         packs: every hole is to be filled in this step.
@@ -93,6 +94,7 @@ class RequestState:
     prompt_hash: int
     next_eviction_len: int = NEVER
     num_protected: int = 0
+    last_chunk_step: int = -1
     executed: bool = False
     packs: bool = False
     kept: np.ndarray | None = None

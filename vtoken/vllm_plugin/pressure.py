@@ -1,0 +1,256 @@
+"""Memory pressure: who is admitted, how long chunks may be, and who shrinks when room runs out.
+
+`PressureControl` belongs to SchedulerHooks. The decisions are in vtoken.core.pressure; here they
+meet vLLM's requests and blocks.
+
+* Admission: a request is admitted when its projected peak fits beside everybody else's, so that
+  nobody admitted is preempted by growth. Peaks and headroom come out of the one pool.
+* Chunks: a prompt's chunk is cut to the room there is, so that eviction between chunks lets a
+  prompt many times the budget run in a pool that could not hold it.
+* Pressure (`evict_when: pressure`): at the head of a step, while blocks would run short, requests
+  shrink toward their budgets, the ones furthest above first. Nobody loses a token before that.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vtoken.core.pressure import OutputLengths, PoolView, share_shortfall, tokens_to_give
+from vtoken.units import cdiv
+from vtoken.vllm_plugin.sizing import peak_tokens
+
+# Scores are two steps old when they are used: the pool must last that long.
+SCORE_DELAY_STEPS = 3
+
+
+class PressureControl:
+    """See the module's head.
+
+    Attributes:
+        usable: blocks in the pool, the null block left out.
+        reserved: per running request, blocks of its projected peak.
+        declined: admissions put off for lack of projected room.
+    """
+
+    def __init__(self, hooks) -> None:
+        self.hooks = hooks
+        self.config, self.pool = hooks.config, hooks.pool
+        self.block_size = hooks.block_size
+        self.usable = self.pool.num_gpu_blocks - 1
+        self.low = int(self.config.low_watermark_frac * self.usable)
+        self.elastic = self.config.evict_when == "pressure"
+        self.lengths = OutputLengths()
+        self.reserved: dict[str, int] = {}
+        self.num_reserved = 0
+        self.declined = 0
+        self._allocated: set[str] = set()  # requests served in this step: their rows are out
+
+    # ---- admission -------------------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Whether requests can be made to shrink at all."""
+        return self.hooks.budget is not None and self.config.mode == "vtoken"
+
+    def projected_blocks(self, request, num_hit_tokens: int = 0) -> int:
+        """Blocks a request will hold at its peak, beyond those it shares when it starts.
+
+        Unknown output length is a running estimate over finished requests.
+        """
+        at_most = request.max_tokens - request.num_output_tokens
+        limit = self.hooks.scheduler.max_model_len - request.num_tokens
+        output = self.lengths.estimate(max(1, min(at_most, limit)), at_most < limit)
+        total = request.num_tokens + output
+        budget = self.hooks.budget_of(request)
+        own = max(1, total - num_hit_tokens)
+        return cdiv(peak_tokens(budget, own, 1), self.block_size)
+
+    def admits(self, request, num_hit_tokens: int) -> bool:
+        """Whether a waiting request's projected peak fits beside the running ones'."""
+        if not self.is_active or not self.hooks.scheduler.running:
+            return True  # an empty engine takes anything that check_fits let in
+        peak = self.projected_blocks(request, num_hit_tokens)
+        fits = self.num_reserved + peak <= self.usable - self.low
+        self.declined += not fits
+        return fits
+
+    def admitted(self, request, num_hit_tokens: int) -> None:
+        """A request got its first slots: its peak counts from now on."""
+        if self.is_active:
+            self.release(request.request_id)
+            peak = self.projected_blocks(request, num_hit_tokens)
+            self.reserved[request.request_id] = peak
+            self.num_reserved += peak
+
+    def release(self, req_id: str) -> None:
+        """A request's blocks are gone: so is its claim."""
+        self.num_reserved -= self.reserved.pop(req_id, 0)
+
+    # ---- chunks ----------------------------------------------------------------------------
+
+    def cap_chunk(self, request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Cut a prompt chunk to the room there is.
+
+        Returns:
+            num_new_tokens or less; 0 puts the request off for a step (its tokens wait for scores
+            to become evictable, or others for their blocks).
+        """
+        if not self.is_active or num_new_tokens <= 1:
+            return num_new_tokens
+        hooks, N = self.hooks, self.block_size
+        state = hooks.states.get(request.request_id)
+        running = hooks.scheduler.running
+        others = len(running) - (state is not None)
+        # Every other request may need a block of its own in this step.
+        room = (self.pool.get_num_free_blocks() - others) * N
+        if state is not None:
+            planned = hooks.num_planned_victims(request.request_id)
+            table = state.table
+            reclaimed = table.num_computed_tokens - table.num_physical_tokens
+            held = len(hooks.manager.req_to_blocks[request.request_id])
+            room += held * N - (num_computed_tokens - reclaimed - planned)
+        if room >= num_new_tokens:
+            return num_new_tokens
+        if room < 1:
+            return 0 if others or state is not None else num_new_tokens
+        return room
+
+    # ---- shortage --------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Shrink requests while this step's allocations would leave less than the headroom."""
+        self._allocated.clear()
+        if not self.is_active or not self.elastic:
+            return
+        needed = self._blocks_needed()
+        low = max(self.low, self._score_slack())
+        view = PoolView(self.pool.get_num_free_blocks(), needed, low, 2 * low)
+        if view.shortfall > 0:
+            self.reclaim(view.shortfall)
+
+    def _score_slack(self) -> int:
+        """Blocks that running requests take while scores are on their way."""
+        if not self.hooks.scored:
+            return 0
+        return cdiv(SCORE_DELAY_STEPS * len(self.hooks.scheduler.running), self.block_size) + 1
+
+    def _blocks_needed(self) -> int:
+        """Blocks that running requests, and those about to be admitted, take in this step."""
+        hooks, scheduler, N = self.hooks, self.hooks.scheduler, self.block_size
+        needed = tokens = 0
+        for request in scheduler.running:
+            new = self._new_tokens(request)
+            slots = hooks.num_slots_needed(
+                request.request_id, request.num_computed_tokens + new
+            )
+            held = len(hooks.manager.req_to_blocks[request.request_id])
+            needed += max(0, cdiv(slots, N) - held)
+            tokens += new
+        return needed + self._waiting_need(scheduler.max_num_scheduled_tokens - tokens)
+
+    def _new_tokens(self, request) -> int:
+        rest = (
+            request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        )
+        return max(0, min(rest, self.hooks.scheduler.max_num_scheduled_tokens))
+
+    def _waiting_need(self, token_budget: int) -> int:
+        """Blocks for the waiting requests that this step can admit."""
+        scheduler, N = self.hooks.scheduler, self.block_size
+        places = scheduler.max_num_active_reqs - len(scheduler.running)
+        reserved, needed = self.num_reserved, 0
+        for request in scheduler.waiting:
+            if places <= 0 or token_budget <= 0:
+                break
+            reserved += self.projected_blocks(request)
+            if reserved > self.usable - self.low:
+                break
+            budget = self.hooks.budget_of(request)
+            needed += cdiv(peak_tokens(budget, request.num_tokens, N), N)
+            places, token_budget = places - 1, token_budget - request.num_tokens
+        return needed
+
+    def reclaim(self, num_blocks: int, keep: str | None = None) -> int:
+        """Make requests shrink until that many blocks came back, or nobody has more to give.
+
+        Args:
+            keep: a request that gives nothing (it is the one that needs the room).
+
+        Returns:
+            Blocks that came back.
+        """
+        hooks, N = self.hooks, self.block_size
+        givers = [
+            r
+            for r in hooks.scheduler.running
+            if r.request_id not in self._allocated
+            and r.request_id != keep
+            and hooks.can_shrink(r)
+        ]
+        if not givers:
+            return 0
+        states = [hooks.states[r.request_id] for r in givers]
+        length = np.array([r.num_computed_tokens for r in givers])
+        evicted = np.array([s.table.num_evicted_tokens for s in states])
+        protected = np.array([s.num_protected for s in states])
+        budget = np.array([s.budget.tokens(int(x - p)) for s, x, p in zip(states, length, protected, strict=True)])
+        live = length - evicted
+        above = np.maximum(live - protected - budget, 0)
+        new = np.array([self._new_tokens(r) for r in givers])
+        held = np.array([len(hooks.manager.req_to_blocks[r.request_id]) for r in givers])
+        spare = held - -(-(live - above + new) // N)
+        give = share_shortfall(spare, num_blocks)
+        lose = tokens_to_give(give, held, live, new, above, N)
+        free_before = self.pool.get_num_free_blocks()
+        for i in np.flatnonzero(lose):
+            hooks.shrink(givers[i], int(lose[i]), int(new[i]))
+        return self.pool.get_num_free_blocks() - free_before
+
+    def retry(self, request, num_new_tokens: int) -> bool:
+        """An allocation failed: reclaim from requests not yet served in this step.
+
+        Returns:
+            Whether it is worth trying again before vLLM preempts somebody.
+        """
+        if not self.is_active or not self.elastic or request.request_id not in self.hooks.states:
+            return False
+        slots = self.hooks.num_slots_needed(
+            request.request_id, request.num_computed_tokens + num_new_tokens
+        )
+        held = len(self.hooks.manager.req_to_blocks[request.request_id])
+        missing = cdiv(slots, self.block_size) - held - self.pool.get_num_free_blocks()
+        return missing > 0 and self.reclaim(missing, keep=request.request_id) >= missing
+
+    def note_allocated(self, req_id: str) -> None:
+        """A request was served in this step."""
+        self._allocated.add(req_id)
+
+    def wants_reports(self) -> list[str]:
+        """Requests whose scores may be needed two steps from now; the furthest above first."""
+        if not self.elastic or not self.hooks.scored:
+            return []
+        scheduler = self.hooks.scheduler
+        low = max(self.low, self._score_slack())
+        ahead = SCORE_DELAY_STEPS * (cdiv(len(scheduler.running), self.block_size) + 1)
+        want = 2 * low + ahead + self._waiting_need(scheduler.max_num_scheduled_tokens)
+        missing = want - self.pool.get_num_free_blocks()
+        if missing <= 0:
+            return []
+        spare: list[tuple[int, str]] = []
+        for request in scheduler.running:
+            state = self.hooks.states.get(request.request_id)
+            if state is None or state.budget is None:
+                continue
+            length = request.num_computed_tokens
+            live = length - state.table.num_evicted_tokens - state.num_protected
+            above = live - int(state.budget.tokens(length - state.num_protected))
+            if above >= self.block_size:
+                spare.append((above // self.block_size, request.request_id))
+        spare.sort(reverse=True)
+        asked, total = [], 0
+        for blocks, req_id in spare:
+            if total >= 2 * missing:
+                break
+            asked.append(req_id)
+            total += blocks
+        return asked
