@@ -77,6 +77,8 @@ class DryEngine(StepEngine):
         self._in_flight: list = []
         self._block_hasher = self._make_hasher()
         self._requests: dict[str, object] = {}
+        if hasattr(score_source, "bind"):  # a ScoreTrace knows requests by their prompts
+            score_source.bind(lambda req_id: self._requests[req_id].prompt_token_ids)
 
     def _make_hasher(self):
         if not self.settings.enable_prefix_caching:
