@@ -166,13 +166,17 @@ class RealEngine(StepEngine):
         """
         from vtoken.vllm_plugin.hooks import SchedulerHooks
         from vtoken.vllm_plugin.support import check_config_supported
+        from vtoken.vllm_plugin.vocabulary import with_vocabulary
 
         assert self.hooks is not None and not self.scheduler.has_requests()
         check_config_supported(self.vllm_config, config, self.block_size)
+        full = with_vocabulary(config, self.vllm_config.model_config)
+        # Scores start anew, so what the cache holds of earlier requests would have none.
+        self.scheduler.reset_prefix_cache()
         manager = self.hooks.manager
-        self.scheduler.vtoken = manager.hooks = SchedulerHooks(config, self.scheduler, manager)
-        self.vllm_config.additional_config["vtoken"] = config.model_dump(exclude_defaults=True)
-        self.runner.vtoken_reconfigure(config)
+        self.scheduler.vtoken = manager.hooks = SchedulerHooks(full, self.scheduler, manager)
+        self.vllm_config.additional_config["vtoken"] = full.model_dump(exclude_defaults=True)
+        self.runner.vtoken_reconfigure(full)
         self.config = config
 
     def close(self) -> None:

@@ -93,10 +93,15 @@ def finish_config(vllm_config) -> None:
     """
     from vtoken.vllm_plugin.sizing import config_of
     from vtoken.vllm_plugin.support import check_config_supported
+    from vtoken.vllm_plugin.vocabulary import with_vocabulary
 
     config = config_of(vllm_config)
     check_config_supported(vllm_config, config)
     config.make_budget(vllm_config.cache_config.block_size)
+    full = with_vocabulary(config, vllm_config.model_config)
+    if full is not config:  # a copy: the mapping that the user gave stays as it is
+        settings = {**vllm_config.additional_config["vtoken"], "policy_args": full.policy_args}
+        vllm_config.additional_config = {**vllm_config.additional_config, "vtoken": settings}
     scheduler = vllm_config.scheduler_config
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
