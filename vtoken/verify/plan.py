@@ -1,0 +1,46 @@
+"""What the scheduler tells the workers about a step that is to be checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class RequestCheck:
+    """One request whose layout changes in this step.
+
+    Attributes:
+        victims: int32, ids evicted in this step.
+        ids_before, ids_after: int32, logical id by physical index, -1 for a hole; before the
+            step, and after it with the step's new tokens.
+        first_id: the step computes ids from here on; all below were computed before.
+        relocates: KV moves or blocks are released: a relocation event.
+    """
+
+    req_id: str
+    victims: np.ndarray
+    ids_before: np.ndarray
+    ids_after: np.ndarray
+    first_id: int
+    relocates: bool
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request, as far as a replay needs it; `step_seq`: when it was first scheduled."""
+
+    step_seq: int
+    req_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class CheckPlan:
+    """Rides on a SchedulerOutput beside the StepPlan; pickled to every rank."""
+
+    step_seq: int
+    requests: list[RequestCheck] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)

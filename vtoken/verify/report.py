@@ -1,0 +1,112 @@
+"""A violation as a file a person can act on, with all that is needed to run it again.
+
+    {"schema_version", "command": "verify", "invariant", "check", "message", "step", "request",
+     "ids", "slots", "plan": {...}, "operations": [...], "replay": {"settings", "config",
+     "requests": [{"step", "req_id", "prompt_token_ids", "max_tokens"}], "fault"}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from vtoken.core.events import StepPlan
+from vtoken.errors import ConfigError
+from vtoken.verify.operations import OperationLog
+from vtoken.verify.plan import Arrival
+
+REPORT_VERSION = 1
+KEEP_ARRIVALS = 20_000
+SHOWN = 64  # ids and slots in a report
+
+
+class ReplayLog:
+    """What a replay starts from: the engine's settings, and who arrived when."""
+
+    def __init__(self, settings: dict, config: dict) -> None:
+        self.settings, self.config = settings, config
+        self.arrivals: deque[Arrival] = deque(maxlen=KEEP_ARRIVALS)
+
+    def as_dict(self) -> dict[str, object]:
+        requests = []
+        for a in self.arrivals:
+            row = asdict(a)
+            row["step"] = row.pop("step_seq")
+            requests.append(row)
+        return {"settings": self.settings, "config": self.config, "requests": requests}
+
+
+def plan_of(plan: StepPlan | None, req_id: str | None) -> dict[str, object] | None:
+    """A request's entry of a step plan, as plain values."""
+    if plan is None or req_id not in plan.req_ids:
+        return None
+    r = plan.req_ids.index(req_id)
+    source, destination = plan.moves_of(r)
+    return {
+        "step": plan.step_seq,
+        "num_reclaimed": int(plan.num_reclaimed[r]),
+        "new_token_index": int(plan.new_token_index[r]),
+        "rewrites_row": bool(plan.rewrites_row[r]),
+        "row_kept": plan.row_of(r).tolist(),
+        "mask_kind": int(plan.mask_kind[r]),
+        "move_source": source.tolist(),
+        "move_destination": destination.tolist(),
+    }
+
+
+def make_report(
+    check: str,
+    message: str,
+    *,
+    step_seq: int,
+    req_id: str | None = None,
+    ids: np.ndarray | None = None,
+    slots: np.ndarray | None = None,
+    plan: StepPlan | None = None,
+    log: OperationLog | None = None,
+    replay: ReplayLog | None = None,
+) -> dict[str, object]:
+    """Put a report together."""
+    return {
+        "schema_version": REPORT_VERSION,
+        "command": "verify",
+        "invariant": check.split(".")[0],
+        "check": check,
+        "message": message,
+        "step": step_seq,
+        "request": req_id,
+        "ids": [] if ids is None else np.asarray(ids)[:SHOWN].tolist(),
+        "slots": [] if slots is None else np.asarray(slots)[:SHOWN].tolist(),
+        "plan": plan_of(plan, req_id),
+        "operations": [] if log is None else [op.summary() for op in log.recent()],
+        "replay": None if replay is None else replay.as_dict(),
+    }
+
+
+def save_report(report: dict, folder: str | Path = ".") -> Path:
+    """Write a report as `vtoken-violation-<invariant>-step<N>.json`."""
+    from vtoken.experiments.results import write_json
+
+    name = f"vtoken-violation-{report['invariant']}-step{report['step']}.json"
+    return write_json(Path(folder) / name, report)
+
+
+def load_report(path: str | Path) -> dict:
+    """Read a report back.
+
+    Raises:
+        ConfigError: it is not a violation report, or of another version.
+    """
+    try:
+        report = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("--replay", str(path), f"a readable violation report ({error})") from None
+    if not isinstance(report, dict) or not isinstance(report.get("replay"), dict):
+        raise ConfigError("--replay", str(path), "a violation report with a `replay` section")
+    if report.get("schema_version") != REPORT_VERSION:
+        raise ConfigError("--replay", str(path), f"a report with schema_version {REPORT_VERSION}")
+    return report
