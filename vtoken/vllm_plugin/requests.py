@@ -53,7 +53,12 @@ def check_request(vllm_config, params, num_prompt_tokens: int) -> None:
 
 
 def _check_fits(
-    config: VTokenConfig | None, budget, params, num_prompt_tokens: int, block_size: int, usable: int
+    config: VTokenConfig | None,
+    budget,
+    params,
+    num_prompt_tokens: int,
+    block_size: int,
+    usable: int,
 ) -> None:
     max_tokens = getattr(params, "max_tokens", None) or 1
     total = num_prompt_tokens + max_tokens
