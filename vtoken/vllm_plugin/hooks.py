@@ -293,6 +293,8 @@ class SchedulerHooks:
         req_id = request.request_id
         if req_id in self._plans:
             return False
+        if self.log is not None and self.log.next_length(req_id, request.num_computed_tokens):
+            return False  # a replayed request loses what its record says, and nothing else
         return not self.needs_scores(state) or self.reports.has(req_id, self.report_step(request))
 
     def shrink(self, request, num_evict: int, num_new_tokens: int) -> None:

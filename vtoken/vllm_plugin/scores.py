@@ -108,7 +108,7 @@ class ReportBook:
 
     def has(self, req_id: str, step_seq: int) -> bool:
         """Whether the report of this step is there."""
-        return (req_id, step_seq) in self._scores
+        return step_seq in self._scores.get(req_id, ())
 
     def scores_for(self, req_id: str, step_seq: int, num_ids: int) -> np.ndarray | None:
         """float32[num_ids] by logical id, NaN where the report has none; None: no report."""
