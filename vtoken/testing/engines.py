@@ -113,6 +113,7 @@ class CheckedDryEngine(DryEngine):
             new.num_computed_tokens // self.block_size
             for new in scheduler_output.scheduled_new_reqs
         )
+        self._learn_hashes()
         recorded = self._take_trace(step_seq)
         wrong = self.oracle.begin_step(step_seq, scheduler_output, self._protected, recorded)
         self._wrong += [("I1", w) for w in wrong]
@@ -154,7 +155,9 @@ class CheckedDryEngine(DryEngine):
         for i, req_id in enumerate(out.req_ids):
             sampled = self.model.reads[req_id].sampled
             if (sampled is not None) != bool(out.sampled_token_ids[i]):
-                self._wrong.append(("positions", f"{req_id}: scheduler and worker differ on sampling"))
+                self._wrong.append(
+                    ("positions", f"{req_id}: scheduler and worker differ on sampling")
+                )
             out.sampled_token_ids[i] = [] if sampled is None else [sampled]
         return out
 
@@ -188,13 +191,17 @@ class CheckedDryEngine(DryEngine):
             wrong = self.oracle.check_slots(req_id, ids, slots, self.model.kv)
             self._wrong += [("I1", w) for w in wrong]
 
+    def _learn_hashes(self) -> None:
+        if self.settings.enable_prefix_caching:
+            for request in self.scheduler.requests.values():
+                self.hashes.learn(
+                    request.request_id, list(request.all_token_ids), list(request.block_hashes)
+                )
+
     def _check_cached_blocks(self) -> None:
         from vllm.v1.core.kv_cache_utils import get_block_hash
 
-        for request in self.scheduler.requests.values():
-            self.hashes.learn(
-                request.request_id, list(request.all_token_ids), list(request.block_hashes)
-            )
+        self._learn_hashes()
         for block in self.block_pool.blocks:
             if block.block_hash is not None:
                 wrong = self.hashes.check_block(

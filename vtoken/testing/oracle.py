@@ -165,6 +165,7 @@ class Oracle:
         budget = self.rules.budget(length - len(shared))
         num_evict = len(request.live) - len(shared) - budget
         if num_evict < self.rules.interval:
+            request.num_late = 0
             return
         free = sorted(request.live.keys() - shared)
         scores = None
@@ -247,7 +248,9 @@ class Oracle:
         expected = np.fromiter((live[i] for i in ids.tolist()), np.uint64, len(ids))
         bad = np.flatnonzero(kv[slots] != expected)
         if len(bad):
-            return [f"{req_id}: ids {ids[bad].tolist()} are not in their slots {slots[bad].tolist()}"]
+            return [
+                f"{req_id}: ids {ids[bad].tolist()} are not in their slots {slots[bad].tolist()}"
+            ]
         return []
 
     def check_output(self, req_id: str, num_prompt: int, output: list[int]) -> list[str]:

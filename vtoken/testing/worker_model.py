@@ -33,7 +33,9 @@ VOCABULARY_SIZE = 11
 
 def mix(token: int, position: int, attended_sum: int) -> int:
     """The KV of a token that attended to contents of this sum (modulo 2^64)."""
-    x = (attended_sum + (token + 1) * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & _BITS
+    x = (
+        attended_sum + (token + 1) * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03
+    ) & _BITS
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _BITS
     return x ^ (x >> 31)
@@ -229,7 +231,9 @@ class WorkerModel:
         read = Read(first, n, slots, self.kv[slots])
         tokens = request.tokens[first : first + n]
         if len(tokens) != n:
-            raise InvariantViolation("positions", f"{req_id}: token {first + n - 1} is not known yet")
+            raise InvariantViolation(
+                "positions", f"{req_id}: token {first + n - 1} is not known yet"
+            )
         contents = chunk_contents(tokens, first, sum_of(read.contents))
         self.kv[own_slots] = np.array(contents, np.uint64)
         for j, slot in enumerate(own_slots):

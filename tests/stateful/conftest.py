@@ -1,0 +1,8 @@
+"""References written for the unit tests serve here too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
