@@ -19,45 +19,42 @@ constexpr int kMaxRows = 6;  // query rows of one inner loop
 template <class C, int R, int NG>
 static inline void qk(const float* q, const typename C::T* const* k,
                       const typename C::T* const* next, int64_t step, int D, V16 (&s)[R][NG]) {
-  for (int r = 0; r < R; r++)
-    for (int g = 0; g < NG; g++) s[r][g] = zero();
+  V16 a[NG][R];
+  VT_UNROLL for (int r = 0; r < R; r++)
+    VT_UNROLL for (int g = 0; g < NG; g++) a[g][r] = zero();
   const typename C::T *kp[NG], *np[NG];
-  for (int g = 0; g < NG; g++) kp[g] = k[g], np[g] = next[g];
+  VT_UNROLL for (int g = 0; g < NG; g++) kp[g] = k[g], np[g] = next[g];
   for (int d = 0; d < D; d++, q += R) {
-    S1 b[R];
-    for (int r = 0; r < R; r++) b[r] = broadcast(q + r);
-    for (int g = 0; g < NG; g++) {
-      V16 x = C::load16(kp[g]);
+    rank1<C, R, NG>(a, q, 1, kp);
+    VT_UNROLL for (int g = 0; g < NG; g++) {
       __builtin_prefetch(np[g]);
       kp[g] += step;
       np[g] += step;
-      for (int r = 0; r < R; r++) s[r][g] = fma(b[r], x, s[r][g]);
     }
   }
+  VT_UNROLL for (int r = 0; r < R; r++)
+    VT_UNROLL for (int g = 0; g < NG; g++) s[r][g] = a[g][r];
 }
 
 // o[r][16 * NV] += sum over t of p[r][t] * v[t]; `o` keeps the cell's register order.
 template <class C, int R, int NV>
 static inline void pv(const float* p, int64_t ld, const typename C::T* const* v, int n, int d0,
                       float* o, int64_t ldo, bool prefetch) {
-  V16 a[R][NV];
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < NV; j++) a[r][j] = load(o + r * ldo + d0 + 16 * j);
+  V16 a[NV][R];
+  VT_UNROLL for (int r = 0; r < R; r++)
+    VT_UNROLL for (int j = 0; j < NV; j++) a[j][r] = load(o + r * ldo + d0 + 16 * j);
   for (int t = 0; t < n; t++) {
     const typename C::T* x = v[t] + d0;
     if (prefetch) {
       const typename C::T* next = v[t + n] + d0;
-      for (int j = 0; j < NV; j++) __builtin_prefetch(next + 16 * j);
+      VT_UNROLL for (int j = 0; j < NV; j++) __builtin_prefetch(next + 16 * j);
     }
-    S1 b[R];
-    for (int r = 0; r < R; r++) b[r] = broadcast(p + r * ld + t);
-    for (int j = 0; j < NV; j++) {
-      V16 y = C::load16(x + 16 * j);
-      for (int r = 0; r < R; r++) a[r][j] = fma(b[r], y, a[r][j]);
-    }
+    const typename C::T* xs[NV];
+    VT_UNROLL for (int j = 0; j < NV; j++) xs[j] = x + 16 * j;
+    rank1<C, R, NV>(a, p + t, ld, xs);
   }
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < NV; j++) store(o + r * ldo + d0 + 16 * j, a[r][j]);
+  VT_UNROLL for (int r = 0; r < R; r++)
+    VT_UNROLL for (int j = 0; j < NV; j++) store(o + r * ldo + d0 + 16 * j, a[j][r]);
 }
 
 // tanh with a relative error near float32's: a polynomial near zero, 1 - 2 / (e^2x + 1) elsewhere.

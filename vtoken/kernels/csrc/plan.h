@@ -7,6 +7,7 @@
 //   live      |----16----|--3--|          |----13----|        `live0` counts live tokens before
 //   tile      |<------------ up to 256 live tokens ------>|   one work item of a decode
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -126,8 +127,8 @@ static int plan_request(Plan& p, const PlanInput& in, int index) {
 
 // Whether two requests read one block.
 static bool has_shared_blocks(const Plan& p) {
-  std::vector<int32_t> owner(size_t(p.max_block + 1), -1);
-  for (size_t i = 0; i < p.requests.size(); i++)
+  std::vector<int32_t> owner(std::size_t(p.max_block + 1), -1);
+  for (std::size_t i = 0; i < p.requests.size(); i++)
     for (int t = p.requests[i].t0; t < p.requests[i].t1; t++)
       for (int g = p.tiles[t].g0; g < p.tiles[t].g1; g++) {
         int32_t& o = owner[p.groups[g].block];

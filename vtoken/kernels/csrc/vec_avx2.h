@@ -10,6 +10,9 @@
 #include <cstdint>
 #include <cstring>
 
+// Sums must live in registers: loops over rows and vectors are unrolled before anything else.
+#define VT_UNROLL _Pragma("GCC unroll 16")
+
 namespace vt {
 
 constexpr int kVariant = 2;  // AVX2
@@ -42,6 +45,19 @@ struct S1 {
 static inline S1 broadcast(const float* p) { return {_mm256_broadcast_ss(p)}; }
 static inline V16 fma(S1 s, V16 y, V16 z) {
   return {_mm256_fmadd_ps(s.v, y.a, z.a), _mm256_fmadd_ps(s.v, y.b, z.b)};
+}
+
+// Register control for the inner loops, which use all 16 registers. Left alone, gcc keeps
+// broadcasts for later, or reads a vector from memory once per row, and spills a sum for it: less
+// than half the speed. `volatile` keeps these in the order they are written.
+static inline S1 broadcast_here(const float* p) {
+  __m256 v;
+  asm volatile("vbroadcastss %1, %0" : "=x"(v) : "m"(*p));
+  return {v};
+}
+static inline __m256 pinned(__m256 x) {
+  asm volatile("" : "+x"(x));
+  return x;
 }
 
 static inline float hsum(V16 x) {
@@ -121,7 +137,10 @@ static inline V16 pick_signed(V16 x, float limit, V16 small, V16 big) {
 
 struct F32 {
   using T = float;
+  static constexpr bool kPairs = false;  // even and odd elements apart
   static inline V16 load16(const T* p) { return load(p); }
+  static inline __m256 half_a(const T* p) { return _mm256_loadu_ps(p); }
+  static inline __m256 half_b(const T* p) { return _mm256_loadu_ps(p + 8); }
   static inline V16 ordered(V16 x) { return x; }
   static inline void store16(T* p, V16 x) { store(p, x); }
   static inline float get(T x) { return x; }
@@ -129,10 +148,21 @@ struct F32 {
 
 struct BF16 {
   using T = uint16_t;
+  static constexpr bool kPairs = true;
   static inline V16 load16(const T* p) {
     __m256i v = _mm256_loadu_si256((const __m256i*)p);
     return {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16)),
             _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000))))};
+  }
+  static inline __m256 half_a(const T* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));
+  }
+  static inline __m256 half_b(const T* p) {
+    alignas(32) static const uint32_t high[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                                 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+    __m256 x = _mm256_loadu_ps((const float*)p);
+    asm volatile("vandps %1, %0, %0" : "+x"(x) : "m"(high));  // the mask stays in memory
+    return x;
   }
   static inline V16 ordered(V16 x) {
     __m256 lo = _mm256_unpacklo_ps(x.a, x.b), hi = _mm256_unpackhi_ps(x.a, x.b);
@@ -160,10 +190,15 @@ struct BF16 {
 
 struct F16 {
   using T = uint16_t;
+  static constexpr bool kPairs = false;
   static inline V16 load16(const T* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
   }
+  static inline __m256 half_a(const T* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+  }
+  static inline __m256 half_b(const T* p) { return half_a(p + 8); }
   static inline V16 ordered(V16 x) { return x; }
   static inline void store16(T* p, V16 x) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
@@ -171,6 +206,30 @@ struct F16 {
   }
   static inline float get(T x) { return _cvtsh_ss(x); }
 };
+
+// a[j][r] += s[r * lds] * p[j][0 .. 16], for R rows and N vectors.
+template <class C, int R, int N>
+static inline void rank1(V16 (&a)[N][R], const float* s, int64_t lds,
+                         const typename C::T* const (&p)[N]) {
+  if constexpr (R <= 3 && !(R == 3 && C::kPairs)) {
+    // Rows' scalars stay in registers, vectors come a half at a time: 5 * R + 1 registers.
+    S1 b[R];
+    VT_UNROLL for (int r = 0; r < R; r++) b[r] = broadcast_here(s + r * lds);
+    VT_UNROLL for (int j = 0; j < N; j++) {
+      __m256 x = pinned(C::half_a(p[j]));
+      VT_UNROLL for (int r = 0; r < R; r++) a[j][r].a = _mm256_fmadd_ps(b[r].v, x, a[j][r].a);
+      x = pinned(C::half_b(p[j]));
+      VT_UNROLL for (int r = 0; r < R; r++) a[j][r].b = _mm256_fmadd_ps(b[r].v, x, a[j][r].b);
+    }
+  } else {
+    // The vector stays, scalars come one at a time: 2 * R + 3 registers.
+    VT_UNROLL for (int j = 0; j < N; j++) {
+      V16 x = C::load16(p[j]);
+      x = {pinned(x.a), pinned(x.b)};
+      VT_UNROLL for (int r = 0; r < R; r++) a[j][r] = fma(broadcast_here(s + r * lds), x, a[j][r]);
+    }
+  }
+}
 
 // Groups of 16 tokens (QK) and vectors of 16 dims (PV) worked on at once with R query rows: enough
 // independent sums to hide the latency of fma (4 cycles, 2 a cycle), few enough for 16 registers.

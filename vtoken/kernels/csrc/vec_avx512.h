@@ -6,6 +6,9 @@
 #include <cstdint>
 #include <cstring>
 
+// Sums must live in registers: loops over rows and vectors are unrolled before anything else.
+#define VT_UNROLL _Pragma("GCC unroll 16")
+
 namespace vt {
 
 constexpr int kVariant = 512;
@@ -128,6 +131,17 @@ struct F16 {
   }
   static inline float get(T x) { return _cvtsh_ss(x); }
 };
+
+// a[j][r] += s[r * lds] * p[j][0 .. 16], for R rows and N vectors. The scalar is a broadcast memory
+// operand of the fma; 32 registers leave the compiler no reason to spill.
+template <class C, int R, int N>
+static inline void rank1(V16 (&a)[N][R], const float* s, int64_t lds,
+                         const typename C::T* const (&p)[N]) {
+  VT_UNROLL for (int j = 0; j < N; j++) {
+    V16 x = C::load16(p[j]);
+    VT_UNROLL for (int r = 0; r < R; r++) a[j][r] = fma(broadcast(s + r * lds), x, a[j][r]);
+  }
+}
 
 // 32 registers: twice the independent sums of the AVX2 form, each of them one register.
 constexpr int groups_for(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows == 4 ? 3 : 2; }
