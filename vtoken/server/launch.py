@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
@@ -21,7 +21,6 @@ DEFAULT_SETTINGS: dict[str, Any] = {"mode": "native"}
 
 PLUGIN_NAME = "vtoken"
 ENDPOINT_GROUP = "vllm.endpoint_plugins"
-PANEL_IN_CHILD = "VTOKEN_PANEL"
 
 # EngineSettings' field -> vLLM's flag
 _FLAGS = {
@@ -183,6 +182,7 @@ def serve(
         ConfigError: a setting is wrong.
         EngineError: the engine did not start, or died.
     """
+    VTokenConfig.from_mapping(given)  # a wrong setting is said at once, not after imports
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
@@ -198,7 +198,7 @@ def serve(
         command.validate(args)
     except ValueError as error:
         raise ConfigError("--", " ".join(extra), f"vLLM says: {error}") from None
-    watch = _watch_server(config, page, show, args)
+    watch = _watch_server(config, page, show)
     try:
         command.cmd(args)
     except SystemExit as error:
@@ -218,11 +218,11 @@ def _as_ours(error: Exception) -> Exception:
     return _config_cause(error) or EngineError(f"vLLM's server failed: {error}")
 
 
-def _watch_server(config, page: bool | str, show, args: Namespace) -> list:
+def _watch_server(config: VTokenConfig, page: bool | str, show) -> list:
     """Learn when the engine is up, and keep its client to see how it ended.
 
     vLLM calls `build_and_serve` between the two; with several API servers that happens in child
-    processes, where the stat logger shows the panel.
+    processes, which show no panel.
     """
     from vllm.entrypoints.launchers.api_server import entry
 
@@ -231,9 +231,7 @@ def _watch_server(config, page: bool | str, show, args: Namespace) -> list:
     async def build_and_serve(engine_client, listen_address, *rest, **kwargs):
         clients.append(engine_client)
         url = public_url(listen_address)
-        show(
-            collect_facts(engine_client.vllm_config, config, url=url, status_page=page)
-        )  # fmt: skip
+        show(collect_facts(engine_client.vllm_config, config, url=url, status_page=page))
         return await stock(engine_client, listen_address, *rest, **kwargs)
 
     entry.build_and_serve = build_and_serve

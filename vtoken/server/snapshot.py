@@ -43,6 +43,9 @@ def snapshot(scheduler, engine_index: int = 0) -> dict:
         "step": hooks.step_seq if hooks is not None else None,
         "mode": hooks.config.mode if hooks is not None else "native",
         "policy": hooks.config.policy if hooks is not None and hooks.config.evicts else None,
+        "evict_when": hooks.config.evict_when
+        if hooks is not None and hooks.config.evicts
+        else None,
         "block_size": N,
         "blocks": {
             "usable": usable,

@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
-from vtoken.server.request_options import read_options, request_budget
+from vtoken.server.request_options import PREFIX, read_options, request_budget
 from vtoken.units import cdiv
 from vtoken.vllm_plugin.sizing import config_of, peak_tokens
 
@@ -49,7 +49,10 @@ def check_request(vllm_config, params, num_prompt_tokens: int) -> None:
     except RequestRefused:
         raise
     except ConfigError as error:
-        raise RequestRefused(error.option, error.value, error.allowed) from None
+        option = error.option
+        if option.startswith("--"):  # the command line's name of what the body calls vtoken_...
+            option = PREFIX + option.removeprefix("--").replace("-", "_")
+        raise RequestRefused(option, error.value, error.allowed) from None
 
 
 def _check_fits(
