@@ -26,7 +26,7 @@ NAMES = (
 def scrape(server) -> dict[str, float]:
     """Samples of engine 0 by name."""
     text = server.ask("/metrics")[2]
-    found = re.findall(r'^([\w:]+)\{engine="0",model_name="[^"]+"\} (\S+)$', text, re.M)
+    found = re.findall(r'^([\w:]+)\{engine="0",model_name="[^"]+"\} (\S+)$', text, re.MULTILINE)
     return {name: float(value) for name, value in found}
 
 

@@ -91,13 +91,15 @@ def test_page_in_a_browser(idle_server, tmp_path):
     assert re.search(r'<td class="" title="cmpl-', dom), "the running request is not in the table"
 
 
+def top(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "vtoken_cli.app", "top", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 def test_top(idle_server):
-    command = [sys.executable, "-m", "vtoken_cli.app", "top", idle_server.url, "-n", "1"]
-    shown = subprocess.run(
-        [*command, "--api-key", idle_server.api_key], capture_output=True, text=True, timeout=120
-    )
+    shown = top(idle_server.url, "-n", "1", "--api-key", idle_server.api_key)
     assert shown.returncode == 0, shown.stderr
     assert "mode vtoken, h2o" in shown.stdout
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    refused = top(idle_server.url, "-n", "1")
     assert refused.returncode == 2
     assert "API key" in refused.stderr

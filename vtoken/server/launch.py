@@ -182,7 +182,8 @@ def serve(
         ConfigError: a setting is wrong.
         EngineError: the engine did not start, or died.
     """
-    VTokenConfig.from_mapping(given)  # a wrong setting is said at once, not after imports
+    # A wrong setting is said at once, not after half a minute of imports.
+    VTokenConfig.from_mapping(given).make_policy(block_size=16)
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
