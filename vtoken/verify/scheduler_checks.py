@@ -10,11 +10,11 @@ import numpy as np
 from vtoken.core.events import StepPlan
 from vtoken.core.invariants import (
     check_conservation,
+    check_packed,
     check_pool,
     check_release,
     check_row,
     check_step_plan,
-    check_table,
     check_unique_mapping,
 )
 from vtoken.verify.checker import Checker
@@ -108,8 +108,8 @@ class SchedulerChecker(Checker):
         first_id, blocks = request.num_computed_tokens, hooks.manager.req_to_blocks[req_id]
         hooks.sync(snapshot.state, blocks, first_id + n)
         block_ids = [b.block_id for b in blocks]
-        wrong = check_unique_mapping(table) + check_row(table, block_ids)
-        self._require("I2.table", wrong or check_table(table), req_id, plan)
+        wrong = check_unique_mapping(table) + check_row(table, block_ids) + check_packed(table)
+        self._require("I2.table", wrong, req_id, plan)
         live = table.live_ids()
         self._check_ids(req_id, snapshot, live, first_id, n, plan)
         moves = self._moves_of(plan, req_id)

@@ -1,0 +1,31 @@
+"""Small workloads that make many relocations, and vToken settings to go with them."""
+
+from __future__ import annotations
+
+from vtoken.workloads.request import WorkloadRequest
+from vtoken.workloads.synthetic import random_prompts, shared_prefix_prompts
+
+
+def staggered_prompts(
+    num: int, prompt_len: int, output_len: int, vocab_size: int, seed: int, repeat: int
+) -> list[WorkloadRequest]:
+    """Random prompts of slightly different lengths, so that requests evict in different steps."""
+    requests = []
+    for i in range(num):
+        length = prompt_len + 3 * i
+        request = random_prompts(
+            1, length, output_len, vocab_size=vocab_size, seed=seed, repeat=repeat * num + i
+        )[0]
+        requests.append(request)
+    return requests
+
+
+def sharing_prompts(
+    num: int, prompt_len: int, output_len: int, vocab_size: int, seed: int, repeat: int
+) -> list[WorkloadRequest]:
+    """Random prompts that share their first half (whole blocks of 32 tokens), two and two."""
+    prefix_len = max(32, prompt_len // 64 * 32)
+    return shared_prefix_prompts(
+        num, output_len, degree=2, prefix_len=prefix_len, suffix_len=max(16, prompt_len - prefix_len),
+        vocab_size=vocab_size, seed=seed, repeat=repeat,
+    )  # fmt: skip
