@@ -520,6 +520,9 @@ class SchedulerHooks:
         self._plans.pop(req_id, None)
         self._sharing.discard(req_id)
         self.reports.forget(req_id)
+        self.pressure.release(req_id)
+        if request is not None and request.is_finished():
+            self.pressure.lengths.add(request.num_output_tokens)
 
     def describe(self) -> dict[str, object]:
         """What results say of the scores in force: their kind, and which queries count."""
