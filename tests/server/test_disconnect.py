@@ -20,7 +20,7 @@ def _stream(server, max_tokens: int):
 
 
 def test_blocks_of_a_client_that_left_return_within_a_step(idle_server):
-    leaves, stays = _stream(idle_server, 900), _stream(idle_server, 900)
+    leaves, stays = _stream(idle_server, 500), _stream(idle_server, 500)
     next(iter(leaves)), next(iter(stays))
     both = idle_server.engine()
     assert both["num_running"] == 2
@@ -39,7 +39,7 @@ def test_blocks_of_a_client_that_left_return_within_a_step(idle_server):
 
 
 def test_many_clients_that_leave(idle_server):
-    streams = [_stream(idle_server, 800) for _ in range(5)]
+    streams = [_stream(idle_server, 500) for _ in range(5)]
     for stream in streams:
         next(iter(stream))
     for stream in streams:

@@ -74,7 +74,7 @@ def check_adds_up(state: dict) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
 def test_page_in_a_browser(idle_server, tmp_path):
     stream = idle_server.client().completions.create(
-        model="tiny-llama", prompt="slow rain " * 40, max_tokens=900, stream=True,
+        model="tiny-llama", prompt="slow rain " * 40, max_tokens=600, stream=True,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     next(iter(stream))

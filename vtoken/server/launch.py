@@ -199,7 +199,7 @@ def serve(
         command.validate(args)
     except ValueError as error:
         raise ConfigError("--", " ".join(extra), f"vLLM says: {error}") from None
-    watch = _watch_server(config, page, show)
+    died = _watch_server(config, page, show)
     try:
         command.cmd(args)
     except SystemExit as error:
@@ -207,7 +207,7 @@ def serve(
             raise EngineError(f"vLLM's server ended with status {error.code}") from None
     except Exception as error:
         raise _as_ours(error) from error
-    if any(client.errored for client in watch):
+    if any(died):
         raise EngineError("the engine died; its log is above")
 
 
@@ -219,24 +219,32 @@ def _as_ours(error: Exception) -> Exception:
     return _config_cause(error) or EngineError(f"vLLM's server failed: {error}")
 
 
-def _watch_server(config: VTokenConfig, page: bool | str, show) -> list:
-    """Learn when the engine is up, and keep its client to see how it ended.
+def _watch_server(config: VTokenConfig, page: bool | str, show) -> list[bool]:
+    """Learn when the engine is up, and in the returned list whether it was dead at the end.
 
     vLLM calls `build_and_serve` between the two; with several API servers that happens in child
     processes, which show no panel.
     """
     from vllm.entrypoints.launchers.api_server import entry
 
-    stock, clients = entry.build_and_serve, []
+    stock, died = entry.build_and_serve, []
 
     async def build_and_serve(engine_client, listen_address, *rest, **kwargs):
-        clients.append(engine_client)
+        shut_down = engine_client.shutdown
+
+        def note_and_shut_down(*args, **kwargs):
+            # Afterwards it counts as dead however it ended: the first call is the one to ask in.
+            if not died:
+                died.append(engine_client.errored)
+            return shut_down(*args, **kwargs)
+
+        engine_client.shutdown = note_and_shut_down
         url = public_url(listen_address)
         show(collect_facts(engine_client.vllm_config, config, url=url, status_page=page))
         return await stock(engine_client, listen_address, *rest, **kwargs)
 
     entry.build_and_serve = build_and_serve
-    return clients
+    return died
 
 
 def public_url(listen_address: str) -> str:
