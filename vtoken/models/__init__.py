@@ -81,7 +81,9 @@ def resolve_model(model: str, progress: Callable[[str], None] | None = None) -> 
         raise ConfigError("--model", model, "no such path; " + _ALLOWED)
     if "/" not in model:
         # A bare word is far more often a typing error than one of the hub's few bare ids.
-        raise ConfigError("--model", model, f"{nearest(model, MODEL_NAMES)} Or " + _ALLOWED)
+        hint = nearest(model, MODEL_NAMES)
+        hint = f"{hint} Else " if hint.endswith("?") else ""
+        raise ConfigError("--model", model, hint + _ALLOWED)
     return model
 
 
