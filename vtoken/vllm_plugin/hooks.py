@@ -100,8 +100,12 @@ class SchedulerHooks:
         due = [
             r
             for r in self.scheduler.running
-            if r.num_computed_tokens >= states[r.request_id].next_eviction_len
-            or r.request_id in self._sharing
+            if (
+                r.num_computed_tokens >= states[r.request_id].next_eviction_len
+                or r.request_id in self._sharing
+            )
+            # Its blocks no longer match its table until finalize: it shrank under pressure.
+            and not states[r.request_id].executed
         ]
         if not due:
             return
