@@ -222,6 +222,10 @@ class ScoreTrace:
                 f"holds {self.header['score_kind']} scores, the policy reads {kind.value}",
             )  # fmt: skip
 
+    def lengths(self, prompt: str) -> Sequence[int]:
+        """Logical lengths, ascending, at which scores of this prompt (a hash) were recorded."""
+        return self._lengths.get(prompt, ())
+
     def bind(self, prompt_of) -> None:
         """Learn how to find a request's prompt: `prompt_of(req_id) -> token ids`."""
         self._prompt_of = prompt_of
@@ -238,7 +242,7 @@ class ScoreTrace:
 
     def scores(self, prompt: str, length: int, ids: np.ndarray) -> np.ndarray:
         """float32[n], the scores of these ids at a logical length; 0 for a hole (-1)."""
-        lengths: Sequence[int] = self._lengths.get(prompt, ())
+        lengths = self.lengths(prompt)
         if not lengths:
             raise ConfigError(
                 "score trace", self.path, f"has no scores of a request with prompt {prompt}"
