@@ -18,9 +18,8 @@ import numpy as np
 
 from vtoken.config import VTokenConfig
 from vtoken.engine.base import FinishedRequest, StepEngine
+from vtoken.engine.fast_forward import TOKEN, BulkSteps, FastForward
 from vtoken.errors import ConfigError
-
-TOKEN = 7  # what every request "generates"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +30,7 @@ class DrySettings:
     max_model_len, max_num_seqs, max_num_batched_tokens: as in vLLM.
     num_layers, num_kv_heads, head_size: of the model that is not there; sizes only.
     async_scheduling: keep two steps in flight, as vLLM does on GPUs.
+    fast_forward: let `step` take a stretch of decode steps at once where the outcome is the same.
     """
 
     num_kv_blocks: int
@@ -40,6 +40,7 @@ class DrySettings:
     max_num_batched_tokens: int = 8192
     enable_prefix_caching: bool = False
     async_scheduling: bool = False
+    fast_forward: bool = False
     num_layers: int = 2
     num_kv_heads: int = 8
     head_size: int = 128
@@ -79,6 +80,12 @@ class DryEngine(StepEngine):
         self._requests: dict[str, object] = {}
         if hasattr(score_source, "bind"):  # a ScoreTrace knows requests by their prompts
             score_source.bind(lambda req_id: self._requests[req_id].prompt_token_ids)
+        # Told of every plain step's SchedulerOutput, and of every stretch taken at once.
+        self.step_listeners: list[Callable[[object], None]] = []
+        self.bulk_listeners: list[Callable[[BulkSteps], None]] = []
+        self._fast: FastForward | None = None
+        if settings.fast_forward and (fast := FastForward(self)).is_possible():
+            self._fast = fast
 
     def _make_hasher(self):
         if not self.settings.enable_prefix_caching:
@@ -114,11 +121,30 @@ class DryEngine(StepEngine):
             self.hooks.check_fits(len(prompt_token_ids), max_tokens)
         self._requests[req_id] = request
         self.scheduler.add_request(request)
+        if self._fast is not None:
+            self._fast.note_added()
 
-    def step(self) -> tuple[dict[str, int], list[FinishedRequest]]:
+    def step(
+        self, max_steps: int | None = None
+    ) -> tuple[dict[str, int], list[FinishedRequest]]:
+        """Run one step, or with `fast_forward` up to `max_steps` at once (None: no limit).
+
+        `bulk_listeners` are told of stretches; they are not seen in `scheduler.schedule`.
+        """
+        if self._fast is not None and max_steps != 1:
+            stretch = self._fast.advance(max_steps)
+            if stretch is not None:
+                for listener in self.bulk_listeners:
+                    listener(stretch)
+                new = dict.fromkeys(
+                    [r.request_id for r in self.scheduler.running], stretch.num_steps
+                )
+                return new, []
         depth = 2 if self.settings.async_scheduling else 1
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
+            for listener in self.step_listeners:
+                listener(output)
             if self.worker is not None:
                 self.worker(output)
             self._in_flight.append((output, self._make_output(output)))
@@ -181,6 +207,8 @@ class DryEngine(StepEngine):
                             str(out.finish_reason),
                         )
                     )
+        if self._fast is not None:
+            self._fast.note_step(scheduler_output, bool(finished))
         return new_tokens, finished
 
     def has_unfinished(self) -> bool:
@@ -190,6 +218,8 @@ class DryEngine(StepEngine):
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(list(req_ids), RequestStatus.FINISHED_ABORTED)
+        if self._fast is not None:
+            self._fast.note_added()
         for req_id in req_ids:
             self._requests.pop(req_id, None)
 

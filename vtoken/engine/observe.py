@@ -62,11 +62,15 @@ class Observer:
         self._stride = 1
         scheduler.schedule = self._observed_schedule
         scheduler._preempt_request = self._observed_preempt
+        # A dry engine may take many steps at once, past `schedule`.
+        self._listeners = getattr(engine, "bulk_listeners", [])
+        self._listeners.append(self.record_bulk)
 
     def stop(self) -> RunStats:
         """Take the wrappers off."""
         for name in ("schedule", "_preempt_request"):
             del self.engine.scheduler.__dict__[name]
+        self._listeners.remove(self.record_bulk)
         return self.stats
 
     def _observed_preempt(self, *args, **kwargs):
@@ -93,10 +97,30 @@ class Observer:
             stats.sum_blocks_per_request += used / running
             stats.sum_ideal_blocks_per_request += sum(cdiv(n, N) for n in live) / running
         if stats.num_steps % self._stride == 0:
-            stats.demand.append((stats.num_steps, used, running))
-            if len(stats.demand) > self.MAX_SAMPLES:
-                stats.demand = stats.demand[::2]
-                self._stride *= 2
+            self._sample(stats.num_steps, used, running)
+
+    def record_bulk(self, steps) -> None:
+        """Take in a stretch of decode steps (`vtoken.engine.fast_forward.BulkSteps`)."""
+        stats, used, running = self.stats, steps.used_blocks, steps.num_running
+        first = stats.num_steps
+        stats.num_steps += steps.num_steps
+        stats.peak_running = max(stats.peak_running, running)
+        stats.peak_blocks = max(stats.peak_blocks, int(used.max()))
+        stats.sum_utilization += float((steps.live_tokens / (used * self.engine.block_size)).sum())
+        stats.num_decode_steps += steps.num_steps
+        stats.sum_blocks_per_request += int(used.sum()) / running
+        stats.sum_ideal_blocks_per_request += int(steps.ideal_blocks.sum()) / running
+        step = (first // self._stride + 1) * self._stride
+        while step <= stats.num_steps:
+            self._sample(step, int(used[step - first - 1]), running)
+            step = (step // self._stride + 1) * self._stride
+
+    def _sample(self, step: int, used: int, running: int) -> None:
+        stats = self.stats
+        stats.demand.append((step, used, running))
+        if len(stats.demand) > self.MAX_SAMPLES:
+            stats.demand = stats.demand[::2]
+            self._stride *= 2
 
     def _live_tokens(self, request) -> int:
         """Tokens whose KV the request holds after this step."""
