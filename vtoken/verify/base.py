@@ -37,12 +37,14 @@ class Tally:
             relocation events; positions: tokens given to the model; scores: relocation events
             of requests with scores.
         violations: per invariant.
+        changes: layout changes compared, those without a relocation (holes left) included.
         hashed_tokens: token hashes taken, before and after counted apart.
         off: checks left out, to show that each of them is needed.
     """
 
     events: dict[str, int] = field(default_factory=lambda: dict.fromkeys(INVARIANTS, 0))
     violations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(INVARIANTS, 0))
+    changes: int = 0
     hashed_tokens: int = 0
     off: frozenset[str] = frozenset()
 
@@ -58,6 +60,7 @@ class Tally:
         for name in INVARIANTS:
             self.events[name] += other.events[name]
             self.violations[name] += other.violations[name]
+        self.changes += other.changes
         self.hashed_tokens += other.hashed_tokens
 
     def rows(self) -> list[dict[str, object]]:

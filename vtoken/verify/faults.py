@@ -321,7 +321,7 @@ def released_twice(engine):
 
 @fault("a shared prefix block rewritten", "I4.plan", shared=True)
 def shared_rewritten(engine):
-    with replaced(engine.hooks, "_pinned", lambda blocks: None):
+    with replaced(engine.hooks.shares, "shared", lambda blocks: None):
         yield
 
 

@@ -278,6 +278,7 @@ class WorkerChecker(Checker):
 
     def _compare(self, c: RequestCheck, slots, ids, hashes) -> None:
         before = self._before[c.req_id]
+        self.tally.changes += 1
         if c.relocates:
             self.tally.count("I1")
         if not np.array_equal(ids, before.ids):

@@ -1,0 +1,64 @@
+"""Run again what led to a violation: the same engine, settings, requests and arrival steps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import fields
+
+from vtoken.config import VTokenConfig
+from vtoken.engine.settings import EngineSettings
+from vtoken.errors import ConfigError, InvariantViolation
+from vtoken.verify.base import Tally
+from vtoken.verify.faults import FAULTS
+from vtoken.verify.runs import open_checked_engine
+
+
+def replay(report: dict) -> tuple[InvariantViolation | None, Tally]:
+    """Replay a report's run with every check on.
+
+    Returns:
+        The violation it ended in, None if it ran to its end, and what was checked.
+
+    Raises:
+        ConfigError: the report's settings cannot be used here.
+    """
+    from vtoken.vllm_plugin.checks import checkers, tallies
+
+    section = report["replay"]
+    known = {f.name for f in fields(EngineSettings)}
+    given = {k: v for k, v in section["settings"].items() if k in known}
+    config = VTokenConfig.from_mapping({**section["config"], "hash_kv_every": 1})
+    inject = _fault_of(section)
+    with open_checked_engine(EngineSettings(**given), config) as engine:
+        for checker in checkers(engine):
+            checker.report_dir = None
+        with inject(engine):
+            try:
+                _run(engine, section["requests"])
+            except InvariantViolation as violation:
+                return violation, tallies(engine)
+        return None, tallies(engine)
+
+
+def _fault_of(section: dict):
+    name = section.get("fault")
+    if name is None:
+        return nullcontext
+    for fault in FAULTS:
+        if fault.name == name:
+            return fault.inject
+    raise ConfigError("--replay", name, "a fault that this version knows")
+
+
+def _run(engine, requests: list[dict]) -> None:
+    """Add every request just before the step in which it was first scheduled."""
+    waiting = sorted(requests, key=lambda r: r["step"])
+    while waiting or engine.has_unfinished():
+        next_step = engine.hooks.step_seq + 1
+        # An idle engine makes no steps: time passes until the next arrival.
+        idle = not engine.has_unfinished()
+        until = waiting[0]["step"] if waiting and idle else next_step
+        while waiting and waiting[0]["step"] <= max(until, next_step):
+            r = waiting.pop(0)
+            engine.add(r["req_id"], r["prompt_token_ids"], r["max_tokens"])
+        engine.step()
