@@ -94,10 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     own, extra = split_extra_args(args)
     try:
-        result = typer.main.get_command(app)(
-            own or ["--help"], prog_name="vtoken", standalone_mode=False, obj=extra
-        )
-        return result if isinstance(result, int) else 0
+        # Not command(...): Typer would turn interrupts and closed pipes into codes of its own.
+        vtoken_command = typer.main.get_command(app)
+        with vtoken_command.make_context("vtoken", own or ["--help"], obj=extra) as context:
+            vtoken_command.invoke(context)
+        return 0
+    except typer.Exit as done:
+        return done.exit_code
     except VTokenError as error:
         return _report(error, error.exit_code)
     except (KeyboardInterrupt, typer.Abort):

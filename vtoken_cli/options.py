@@ -213,7 +213,8 @@ def _parameter(row: Opt) -> inspect.Parameter:
     """Declare a row to Typer, which only ever sees text: conversion and messages are ours."""
     shown = f"{row.help} [default: {row.default}]" if row.default else row.help
     if row.positional:
-        declared = typer.Argument(help=shown, show_default=False, metavar=f"[{row.name}]")
+        metavar = row.name if row.metavar == "TEXT" else row.metavar
+        declared = typer.Argument(help=shown, show_default=False, metavar=metavar)
     elif row.switch:
         return inspect.Parameter(
             row.key,

@@ -99,9 +99,13 @@ class Output:
         if self._console is None:
             from rich.console import Console
 
+            class QuietlyBroken(Console):
+                def on_broken_pipe(self) -> None:  # Rich would exit with code 1
+                    raise BrokenPipeError
+
             # Rich cuts tables to 80 columns where it cannot see a terminal.
             width = None if self.stdout.isatty() or "COLUMNS" in os.environ else 120
-            self._console = Console(file=self.stdout, width=width)
+            self._console = QuietlyBroken(file=self.stdout, width=width)
         return self._console
 
     @contextmanager

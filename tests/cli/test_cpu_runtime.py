@@ -1,0 +1,113 @@
+"""A CPU engine gets Intel's OpenMP and all cores, unless the user says otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+from vtoken_cli import cpu_runtime
+
+COMMAND = """
+import os, sys
+names = ("LD_PRELOAD", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "KMP_BLOCKTIME")
+mapped = "libiomp5" in open("/proc/self/maps").read()
+run.out.result({**{n: os.environ.get(n) for n in names}, "mapped": mapped, "pid": os.getpid()})
+"""
+CLEAN = dict.fromkeys(
+    ("VTOKEN_NO_REEXEC", "LD_PRELOAD", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND",
+     "KMP_BLOCKTIME")
+)  # fmt: skip
+
+needs_intel_openmp = pytest.mark.skipif(
+    not (cpu_runtime.runs_on_cpu() and cpu_runtime.find_intel_openmp()),
+    reason="no CPU build of vLLM with intel-openmp in this environment",
+)
+
+
+@pytest.fixture
+def engine_cli(cli):
+    cli.add("probe", COMMAND, "@command(starts_engine=True)")
+    return cli
+
+
+@needs_intel_openmp
+def test_starts_over_with_intel_openmp_and_says_so(engine_cli):
+    done = engine_cli("probe", "--json", **CLEAN)
+    seen = json.loads(done.stdout)
+    cores = cpu_runtime.num_physical_cores()
+    assert seen["mapped"] and seen["LD_PRELOAD"] == str(cpu_runtime.find_intel_openmp())
+    assert seen["OMP_NUM_THREADS"] == str(cores) and seen["KMP_BLOCKTIME"] == "5"
+    assert done.stderr == f"CPU engine: {cores} threads, Intel OpenMP preloaded\n"
+
+
+@needs_intel_openmp
+def test_the_users_settings_stay(engine_cli):
+    own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "KMP_BLOCKTIME": "1"}
+    seen = json.loads(engine_cli("probe", "--json", **{**CLEAN, **own}).stdout)
+    assert {name: seen[name] for name in own} == own and seen["mapped"]
+
+
+@pytest.mark.parametrize("switch_off", [{"VTOKEN_NO_REEXEC": "1"}, {"LD_PRELOAD": "libgomp.so.1"}])
+def test_does_not_start_over_when_told_so_or_already_done(engine_cli, switch_off):
+    done = engine_cli("probe", "--json", **{**CLEAN, **switch_off})
+    seen = json.loads(done.stdout)
+    assert not seen["mapped"] and seen["LD_PRELOAD"] == switch_off.get("LD_PRELOAD")
+
+
+def test_nothing_happens_on_a_gpu_build(monkeypatch):
+    monkeypatch.delenv("VTOKEN_NO_REEXEC")
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    monkeypatch.setattr(cpu_runtime.metadata, "version", {"vllm": "0.32.0"}.__getitem__)
+    monkeypatch.setattr(os, "execve", lambda *a: pytest.fail("started over"))
+    before = dict(os.environ)
+    cpu_runtime.ensure_cpu_runtime(lambda line: pytest.fail(line))
+    assert dict(os.environ) == before
+
+
+def test_which_builds_run_on_a_cpu(monkeypatch):
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+
+    def installed(**versions):
+        def version(name):
+            if name not in versions:
+                raise cpu_runtime.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(cpu_runtime.metadata, "version", version)
+        return cpu_runtime.runs_on_cpu()
+
+    assert installed(**{"vllm-cpu": "0.32.0"})
+    assert installed(vllm="0.32.0+cpu")
+    assert not installed(vllm="0.32.0")
+    assert not installed()
+
+
+def test_restart_keeps_interpreter_options_and_arguments(monkeypatch, tmp_path):
+    monkeypatch.delenv("VTOKEN_NO_REEXEC")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr(cpu_runtime, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(cpu_runtime, "find_intel_openmp", lambda: tmp_path / "libiomp5.so")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-m", "vtoken_cli.app", "a b"])
+    calls = []
+
+    def execve(*args):
+        calls.append(args)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(SystemExit):
+        cpu_runtime.ensure_cpu_runtime(lambda line: None)
+    ((program, arguments, environment),) = calls
+    assert program == sys.executable
+    assert arguments == [sys.executable, "-X", "dev", "-m", "vtoken_cli.app", "a b"]
+    assert environment["LD_PRELOAD"] == str(tmp_path / "libiomp5.so")
+
+
+def test_several_memory_nodes_keep_vllms_binding(monkeypatch):
+    monkeypatch.setattr(cpu_runtime, "_num_memory_nodes", lambda: 2)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in cpu_runtime.thread_settings({})
+    monkeypatch.setattr(cpu_runtime, "_num_memory_nodes", lambda: 1)
+    assert cpu_runtime.thread_settings({})["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
