@@ -263,10 +263,11 @@ class RequestPlanner:
         table, threshold = state.table, self.settings.fragmentation_threshold
         if threshold == 0.0:
             return True
-        N = table.block_size
-        saved = cdiv(table.num_physical_tokens, N) - cdiv(table.num_live_tokens + num_new_tokens, N)
+        needed = blocks_needed(table, num_new_tokens, packs=True)
+        if under_pressure:  # there may be nothing to give back, but less to ask for
+            return needed < blocks_needed(table, num_new_tokens, packs=False)
         fragmented = table.num_holes >= threshold * table.num_physical_tokens
-        return saved >= 1 and (fragmented or under_pressure)
+        return fragmented and needed < cdiv(table.num_physical_tokens, table.block_size)
 
     def _release_by_packing(self, state, num_new_tokens, pinned, under_pressure) -> Release | None:
         table, N = state.table, state.table.block_size

@@ -243,8 +243,17 @@ class SchedulerHooks:
         if victims is None:
             return
         start = time.perf_counter()
-        self._execute(req_id, victims)
+        self._execute(req_id, victims, under_pressure=self._is_short(req_id))
         self.counters.plan_s += time.perf_counter() - start
+
+    def _is_short(self, req_id: str) -> bool:
+        """Whether the pool is too short for a request's new tokens unless its holes are filled."""
+        if self.config.fragmentation_threshold == 0.0:
+            return False  # they are filled anyway
+        slots = self.states[req_id].table.num_physical_tokens + self._num_new_tokens
+        held = len(self.manager.req_to_blocks[req_id])
+        free = self.pool.get_num_free_blocks() - self.pressure.low
+        return cdiv(slots, self.block_size) - held > free
 
     def _execute(self, req_id: str, victims: np.ndarray, under_pressure: bool = False) -> None:
         state, blocks = self.states[req_id], self.manager.req_to_blocks[req_id]
@@ -288,6 +297,17 @@ class SchedulerHooks:
             cached[req_id] = min(cached[req_id], len(blocks))
 
     # ---- shrinking under pressure ----------------------------------------------------------
+
+    def compact(self, request, num_new_tokens: int) -> None:
+        """Fill a request's holes now, below the fragmentation threshold; no token is lost."""
+        req_id = request.request_id
+        state = self.states.get(req_id)
+        if state is None or state.executed or not len(state.table.holes) or req_id in self._plans:
+            return
+        self.sync(state, self.manager.req_to_blocks[req_id], request.num_computed_tokens)
+        if self.planner.packs_now(state, num_new_tokens, under_pressure=True):
+            self._num_new_tokens = num_new_tokens
+            self._execute(req_id, NO_SLOTS, under_pressure=True)
 
     def can_shrink(self, request) -> bool:
         """Whether a request may lose tokens in this step."""

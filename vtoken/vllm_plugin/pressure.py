@@ -95,7 +95,7 @@ class PressureControl:
             num_new_tokens or less; 0 puts the request off for a step (its tokens wait for scores
             to become evictable, or others for their blocks).
         """
-        if not self.is_active or num_new_tokens <= 1:
+        if not self.is_active or (num_new_tokens <= 1 and not request.is_prefill_chunk):
             return num_new_tokens
         hooks, N = self.hooks, self.block_size
         state = hooks.states.get(request.request_id)
@@ -105,10 +105,9 @@ class PressureControl:
         room = (self.pool.get_num_free_blocks() - others) * N
         if state is not None:
             planned = hooks.num_planned_victims(request.request_id)
-            table = state.table
-            reclaimed = table.num_computed_tokens - table.num_physical_tokens
-            held = len(hooks.manager.req_to_blocks[request.request_id])
-            room += held * N - (num_computed_tokens - reclaimed - planned)
+            # Its holes count as room: they are filled before the allocation fails.
+            live = num_computed_tokens - state.table.num_evicted_tokens - planned
+            room += len(hooks.manager.req_to_blocks[request.request_id]) * N - live
         if room >= num_new_tokens:
             return num_new_tokens
         if room < 1:
@@ -207,19 +206,31 @@ class PressureControl:
         return self.pool.get_num_free_blocks() - free_before
 
     def retry(self, request, num_new_tokens: int) -> bool:
-        """An allocation failed: reclaim from requests not yet served in this step.
+        """An allocation failed: fill holes, then reclaim, of requests not yet served in this step.
 
         Returns:
             Whether it is worth trying again before vLLM preempts somebody.
         """
-        if not self.is_active or not self.elastic or request.request_id not in self.hooks.states:
+        if not self.is_active or request.request_id not in self.hooks.states:
             return False
+        missing = self._missing_blocks(request, num_new_tokens)
+        if missing <= 0:
+            return False
+        for other in (request, *reversed(self.hooks.scheduler.running)):
+            if missing > 0 and other.request_id not in self._allocated:
+                new = num_new_tokens if other is request else self._new_tokens(other)
+                self.hooks.compact(other, new)
+                missing = self._missing_blocks(request, num_new_tokens)
+        if missing > 0 and self.elastic:
+            missing -= self.reclaim(missing, keep=request.request_id)
+        return missing <= 0
+
+    def _missing_blocks(self, request, num_new_tokens: int) -> int:
         slots = self.hooks.num_slots_needed(
             request.request_id, request.num_computed_tokens + num_new_tokens
         )
         held = len(self.hooks.manager.req_to_blocks[request.request_id])
-        missing = cdiv(slots, self.block_size) - held - self.pool.get_num_free_blocks()
-        return missing > 0 and self.reclaim(missing, keep=request.request_id) >= missing
+        return cdiv(slots, self.block_size) - held - self.pool.get_num_free_blocks()
 
     def note_allocated(self, req_id: str) -> None:
         """A request was served in this step."""
