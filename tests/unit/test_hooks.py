@@ -15,7 +15,8 @@ pytest.importorskip("vllm")
 from vtoken.config import VTokenConfig
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.errors import ConfigError
-from vtoken.testing.engines import CheckedDryEngine, finish_all
+from vtoken.testing.engines import CheckedDryEngine
+from vtoken.testing.random_work import finish_all
 
 N = 4
 PREFIX = [20 + i % 5 for i in range(24)]
@@ -156,7 +157,7 @@ class TestSteps:
         assert not {"r0", "r3"} & (set(e.hooks.states) | {t.req_id for t in e.hooks.tables})
         finish_all(e)
         hooks = e.hooks
-        assert not (hooks.states or len(hooks.tables) or hooks._plans or hooks._sharing)
+        assert not (hooks.states or len(hooks.tables) or hooks._plans or hooks.shares.sharing)
 
     def test_preempted_requests_start_from_nothing(self):
         e = engine({"num_kv_blocks": 12, "max_num_batched_tokens": 16}, mode="naive")

@@ -1,4 +1,4 @@
-"""Dry engines that check themselves after every step, and random work to drive them with.
+"""A dry engine that checks itself after every step.
 
     engine = CheckedDryEngine(DrySettings(...), config, victims=my_reference)
     drive(engine, seed=3, num_actions=60)
@@ -11,8 +11,6 @@ is damaged on its way to the worker must be noticed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,12 +18,10 @@ from vtoken.config import VTokenConfig
 from vtoken.core.events import StepPlan
 from vtoken.core.invariants import check_step_plan
 from vtoken.engine.dry import DryEngine, DrySettings
-from vtoken.errors import ConfigError, InvariantViolation
+from vtoken.errors import InvariantViolation
+from vtoken.testing.faults import PlanFault
 from vtoken.testing.oracle import HashBook, Oracle, Victims, made_up_score
 from vtoken.testing.worker_model import WorkerModel
-
-PlanFault = Callable[[StepPlan, np.random.Generator], bool]
-"""Damages a copy of a plan; tells whether there was anything to damage."""
 
 
 class CheckedDryEngine(DryEngine):
@@ -70,10 +66,10 @@ class CheckedDryEngine(DryEngine):
 
     # ---- a step ----------------------------------------------------------------------------
 
-    def step(self):
+    def step(self, max_steps: int | None = None):
         self._wrong.clear()
         self._note_protected()
-        new_tokens, finished = super().step()
+        new_tokens, finished = super().step(1)
         self.num_steps += 1
         for f in finished:
             wrong = self.oracle.check_output(
@@ -208,169 +204,3 @@ class CheckedDryEngine(DryEngine):
                     block.block_id, get_block_hash(block.block_hash), self.model.kv
                 )
                 self._wrong += [("I1", w) for w in wrong]
-
-
-# ---- faults --------------------------------------------------------------------------------
-
-
-def _skip_a_copy(plan: StepPlan, rng: np.random.Generator) -> bool:
-    if not len(plan.move_source):
-        return False
-    m = int(rng.integers(len(plan.move_source)))
-    plan.move_source[m] = plan.move_destination[m]
-    return True
-
-
-def _swap_destinations(plan: StepPlan, rng: np.random.Generator) -> bool:
-    if len(plan.move_source) < 2:
-        return False
-    a, b = rng.choice(len(plan.move_source), 2, replace=False)
-    d = plan.move_destination
-    d[a], d[b] = d[b], d[a]
-    return True
-
-
-def _swap_source_and_destination(plan: StepPlan, rng: np.random.Generator) -> bool:
-    if not len(plan.move_source):
-        return False
-    plan.move_source, plan.move_destination = plan.move_destination, plan.move_source
-    return True
-
-
-def _leave_a_row(plan: StepPlan, rng: np.random.Generator) -> bool:
-    rows = np.flatnonzero(plan.rewrites_row)
-    if not len(rows):
-        return False
-    plan.rewrites_row[rng.choice(rows)] = False
-    return True
-
-
-def _turn_a_row_round(plan: StepPlan, rng: np.random.Generator) -> bool:
-    """Swap two blocks of a row; a fault only where the row has two."""
-    for r in np.flatnonzero(plan.rewrites_row):
-        row = plan.row_of(r)
-        if len(row) >= 2:
-            row[0], row[-1] = row[-1], row[0]
-            return True
-    return False
-
-
-def _reuse_the_next_slot(plan: StepPlan, rng: np.random.Generator) -> bool:
-    r = np.flatnonzero(plan.new_token_index >= 0)
-    if not len(r):
-        return False
-    plan.new_token_index[r[0]] += 1
-    return True
-
-
-def _miscount_the_length(plan: StepPlan, rng: np.random.Generator) -> bool:
-    r = np.flatnonzero(plan.num_reclaimed > 0)
-    if not len(r):
-        return False
-    plan.num_reclaimed[r[0]] -= 1
-    return True
-
-
-def _flip_a_live_bit(plan: StepPlan, rng: np.random.Generator) -> bool:
-    if not len(plan.mask_bits):
-        return False
-    plan.mask_bits[0] ^= 1 << int(rng.integers(4))
-    return True
-
-
-PLAN_FAULTS: dict[str, PlanFault] = {
-    "a copy skipped": _skip_a_copy,
-    "two destinations swapped": _swap_destinations,
-    "source and destination swapped": _swap_source_and_destination,
-    "a row left as it was": _leave_a_row,
-    "a row in another order": _turn_a_row_round,
-    "slot reuse off by one": _reuse_the_next_slot,
-    "a length off by one": _miscount_the_length,
-    "a live bit flipped": _flip_a_live_bit,
-}
-"""Damage to a StepPlan on its way to the worker, by what it amounts to."""
-
-
-# ---- random work ---------------------------------------------------------------------------
-
-
-@dataclass
-class Workload:
-    """Random requests with shared prefixes.
-
-    Attributes:
-        num_prefixes, prefix_tokens: prompts begin with one of so many prefixes, or with none.
-        max_prompt_tokens, max_output_tokens: upper bounds.
-    """
-
-    num_prefixes: int = 2
-    prefix_tokens: int = 24
-    max_prompt_tokens: int = 60
-    max_output_tokens: int = 60
-    num_added: int = field(default=0, init=False)
-
-    def prompt(self, rng: np.random.Generator) -> list[int]:
-        which = int(rng.integers(-1, self.num_prefixes))
-        cut = int(rng.integers(1, self.prefix_tokens + 1))
-        head = [20 + (which * 7 + i) % 13 for i in range(cut)] if which >= 0 else []
-        room = self.max_prompt_tokens - len(head)
-        rest = rng.integers(40, 60, int(rng.integers(1, max(2, room))))
-        return [*head, *rest.tolist()]
-
-    def request(self, rng: np.random.Generator) -> tuple[str, list[int], int]:
-        self.num_added += 1
-        max_tokens = int(rng.integers(1, self.max_output_tokens + 1))
-        return f"r{self.num_added}", self.prompt(rng), max_tokens
-
-
-def add_if_it_fits(engine: DryEngine, req_id: str, prompt: Sequence[int], max_tokens: int) -> bool:
-    """Submit a request; False where the engine refuses it for its size."""
-    try:
-        engine.add(req_id, prompt, max_tokens)
-    except ConfigError:
-        return False
-    return True
-
-
-def reset_prefix_cache(engine: DryEngine, *, preempt: bool) -> None:
-    """Forget cached prefixes, as an operator does; `preempt` takes running requests' blocks too."""
-    engine.scheduler.reset_prefix_cache(reset_running_requests=preempt)
-
-
-def finish_all(engine: DryEngine, max_steps: int = 4000) -> None:
-    """Step until nothing is left, then check that everything was given back.
-
-    Raises:
-        InvariantViolation: a check failed, or the engine makes no progress.
-    """
-    for _ in range(max_steps):
-        if not engine.has_unfinished():
-            break
-        engine.step()
-    else:
-        waiting = [r.request_id for r in engine.scheduler.requests.values()]
-        raise InvariantViolation("conservation", f"no end after {max_steps} steps: {waiting}")
-    wrong = engine.check_idle()
-    if wrong:
-        raise InvariantViolation("conservation", "; ".join(wrong))
-
-
-def drive(
-    engine: DryEngine, seed: int, num_actions: int = 60, workload: Workload | None = None
-) -> None:
-    """Random arrivals, steps, aborts and cache resets; then run to the end."""
-    rng, workload = np.random.default_rng(seed), workload or Workload()
-    for _ in range(num_actions):
-        action = rng.random()
-        if action < 0.35:
-            add_if_it_fits(engine, *workload.request(rng))
-        elif action < 0.90:
-            for _ in range(int(rng.integers(1, 8))):
-                engine.step()
-        elif action < 0.95:
-            known = sorted(engine.scheduler.requests)
-            if known:
-                engine.abort([known[int(rng.integers(len(known)))]])
-        else:
-            reset_prefix_cache(engine, preempt=bool(rng.random() < 0.3))
-    finish_all(engine)
