@@ -17,7 +17,7 @@ from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError, EngineError
 
 DEFAULT_SETTINGS: dict[str, Any] = {"mode": "native"}
-"""vToken's settings where the user gives none of them."""
+"""vToken's settings where the user does not give them; a mode only where none at all is given."""
 
 PLUGIN_NAME = "vtoken"
 ENDPOINT_GROUP = "vllm.endpoint_plugins"
@@ -42,7 +42,8 @@ def merge_settings(given: dict[str, Any], from_vllm: dict[str, Any]) -> VTokenCo
         ConfigError: one of them is wrong.
     """
     asked = {**from_vllm, **given}
-    config = VTokenConfig.from_mapping(asked or DEFAULT_SETTINGS)
+    defaults = {k: v for k, v in DEFAULT_SETTINGS.items() if not (asked and k == "mode")}
+    config = VTokenConfig.from_mapping({**defaults, **asked})
     if config.trace or config.record_scores:
         key = "trace" if config.trace else "record_scores"
         raise ConfigError(key, getattr(config, key), "grows without end; not in a server")
