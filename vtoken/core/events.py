@@ -31,6 +31,8 @@ class StepPlan:
         rewrites_row: bool[R]; row_kept[row_start[r]:row_start[r+1]]: int32, row positions that
             stay, in new order, before this step's new blocks are appended. Positions, not ids:
             a freed id can come back in this same step.
+        row_added[added_start[r]:added_start[r+1]]: int32, block ids put at the end of the row
+            before `row_kept` chooses from it: private blocks for tokens copied out of shared ones.
         mask_kind: uint8[R]; mask_bits[mask_start[r]:mask_start[r+1]]: packed little-endian bits,
             one per physical index, set where live; bits past the end are set: growth is live.
         move_source, move_destination: int64[M], vLLM slots; move_start: int32[R+1].
@@ -47,6 +49,8 @@ class StepPlan:
     rewrites_row: np.ndarray
     row_start: np.ndarray
     row_kept: np.ndarray
+    added_start: np.ndarray
+    row_added: np.ndarray
     mask_kind: np.ndarray
     mask_start: np.ndarray
     mask_bits: np.ndarray
@@ -58,6 +62,9 @@ class StepPlan:
 
     def row_of(self, r: int) -> np.ndarray:
         return self.row_kept[self.row_start[r] : self.row_start[r + 1]]
+
+    def added_of(self, r: int) -> np.ndarray:
+        return self.row_added[self.added_start[r] : self.added_start[r + 1]]
 
     def mask_of(self, r: int) -> np.ndarray:
         """bool[physical length rounded up to 8], the live mask of request r."""
@@ -77,6 +84,7 @@ class RequestStep:
     num_reclaimed: int
     new_token_index: int = -1
     kept: np.ndarray | None = None
+    added: np.ndarray | None = None
     mask_kind: int = MASK_PACKED
     mask: np.ndarray | None = None
     move_source: np.ndarray | None = None
@@ -112,6 +120,7 @@ def build_step_plan(
     if not steps and not report_req_ids and not fresh_blocks:
         return None
     row_start, row_kept = _flatten([s.kept if s.kept is not None else _NO_KEPT for s in steps], np.int32)
+    added_start, row_added = _flatten([s.added if s.added is not None else _NO_KEPT for s in steps], np.int32)
     bits = [_NO_BITS if s.mask is None else _packed(s.mask) for s in steps]
     mask_start, mask_bits = _flatten(bits, np.uint8)
     sources = [_NO_MOVES if s.move_source is None else s.move_source for s in steps]
@@ -125,6 +134,8 @@ def build_step_plan(
         rewrites_row=np.array([s.kept is not None for s in steps], bool),
         row_start=row_start,
         row_kept=row_kept,
+        added_start=added_start,
+        row_added=row_added,
         mask_kind=np.array([s.mask_kind for s in steps], np.uint8),
         mask_start=mask_start,
         mask_bits=mask_bits,
@@ -142,7 +153,9 @@ class Counters:
 
     A relocation event is one request in one step whose KV moved or whose blocks were released.
     `dropped_blocks` are references given up; `released_blocks` of them went back to the pool
-    (a shared block that others still use does not).
+    (a shared block that others still use does not). `copies` are evictions that copied survivors
+    out of shared or cached blocks, into `copied_blocks` new ones; `copies_declined` those where
+    it would have taken more than it released.
     """
 
     evicted_tokens: int = 0
@@ -153,6 +166,9 @@ class Counters:
     relocation_events: int = 0
     eviction_events: int = 0
     shared_tokens_skipped: int = 0
+    copies: int = 0
+    copies_declined: int = 0
+    copied_blocks: int = 0
     repacking_moves: int = 0
     preemptions: int = 0
     hook_calls: int = 0

@@ -86,6 +86,7 @@ class RequestState:
         kept: row positions that stay, where the row is rewritten.
         pack_order: the new row's order when it packs, rewritten or not.
         num_released: blocks whose reference was dropped in this step.
+        added: block ids put at the end of the row before `kept` chooses from it, for copies.
     """
 
     table: RequestTable
@@ -100,6 +101,7 @@ class RequestState:
     kept: np.ndarray | None = None
     pack_order: np.ndarray | None = None
     num_released: int = 0
+    added: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ class RequestPlanner:
         num_new_tokens: int,
         pinned: np.ndarray | None = None,
         under_pressure: bool = False,
+        leaves: np.ndarray | None = None,
     ) -> Release | None:
         """Mark victims dead and choose the blocks that go back to the pool.
 
@@ -226,6 +229,8 @@ class RequestPlanner:
             num_new_tokens: tokens about to be scheduled; blocks for them are kept, not freed.
             pinned: bool[B] or None, shared blocks; none of the victims lies in one.
             under_pressure: compact even below the fragmentation threshold.
+            leaves: bool[B] or None, blocks that go even though they hold live tokens, which are
+                copied out; nothing is written into them.
 
         Returns:
             None when nothing changes for the row or for the prefix cache.
@@ -240,7 +245,7 @@ class RequestPlanner:
             return None
         if not self.settings.moves:
             return self._release_dead_in_place(state)
-        return self._release_by_packing(state, num_new_tokens, pinned, under_pressure)
+        return self._release_by_packing(state, num_new_tokens, pinned, under_pressure, leaves)
 
     def _release_dead_in_place(self, state: RequestState) -> Release:
         table = state.table
@@ -269,15 +274,20 @@ class RequestPlanner:
         fragmented = table.num_holes >= threshold * table.num_physical_tokens
         return fragmented and needed < cdiv(table.num_physical_tokens, table.block_size)
 
-    def _release_by_packing(self, state, num_new_tokens, pinned, under_pressure) -> Release | None:
+    def _release_by_packing(
+        self, state, num_new_tokens, pinned, under_pressure, leaves
+    ) -> Release | None:
         table, N = state.table, state.table.block_size
         B = table.num_blocks
         state.packs = self.packs_now(state, num_new_tokens, under_pressure)
         if state.packs:
-            num_keep = min(B, cdiv(table.num_live_tokens + num_new_tokens, N))
+            stays = np.arange(B) if leaves is None else np.flatnonzero(~leaves)
+            num_keep = min(len(stays), cdiv(table.num_live_tokens + num_new_tokens, N))
             if pinned is not None:
+                pinned = pinned[stays]
                 num_keep = max(num_keep, int(pinned.sum()))
-            kept = choose_kept(table.live_per_block(), num_keep, pinned)
+            kept = choose_kept(table.live_per_block()[stays], num_keep, pinned)
+            kept = stays[kept].astype(np.int32)
         else:
             kept = self._without_dead_blocks(table)
         in_row = np.zeros(B, bool)
@@ -350,7 +360,7 @@ class RequestPlanner:
         table, executed = state.table, state.executed
         if not executed and (not self.settings.moves or not len(table.holes) or num_new_tokens != 1):
             return None
-        step = RequestStep(table.req_id, 0, kept=state.kept)
+        step = RequestStep(table.req_id, 0, kept=state.kept, added=state.added)
         rest = num_new_tokens
         if state.packs:
             rest = self._pack(state, num_new_tokens, step)
@@ -367,7 +377,7 @@ class RequestPlanner:
             table.sync((), table.num_computed_tokens + rest)
         self._describe_layout(table, step, executed)
         state.executed, state.packs, state.kept, state.pack_order = False, False, None, None
-        state.num_released = 0
+        state.num_released, state.added = 0, None
         return step
 
     def _pack(self, state: RequestState, num_new_tokens: int, step: RequestStep) -> int:

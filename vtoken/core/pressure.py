@@ -40,7 +40,7 @@ def share_shortfall(spare_blocks: np.ndarray, shortfall: int) -> np.ndarray:
     gives while somebody else is higher.
 
     Args:
-        spare_blocks: blocks each request holds beyond what its budget needs.
+        spare_blocks: blocks each request holds or is about to take beyond what its budget needs.
         shortfall: blocks wanted in all; less comes back when there is not enough to spare.
 
     Returns:
@@ -67,7 +67,7 @@ def share_shortfall(spare_blocks: np.ndarray, shortfall: int) -> np.ndarray:
 
 def tokens_to_give(
     give_blocks: np.ndarray,
-    num_blocks: np.ndarray,
+    demand_blocks: np.ndarray,
     num_live: np.ndarray,
     num_new: np.ndarray,
     num_above_budget: np.ndarray,
@@ -76,14 +76,14 @@ def tokens_to_give(
     """Tokens each request must lose so that its packed layout needs that many blocks less.
 
     Args:
-        num_blocks: blocks held now.
+        demand_blocks: blocks held, or about to be, with the new tokens.
         num_live, num_new: live tokens, and tokens about to be added.
         num_above_budget: tokens that may go at most.
 
     Returns:
         int64[R], 0 where a request gives nothing.
     """
-    fits = (num_blocks - give_blocks) * block_size
+    fits = (demand_blocks - give_blocks) * block_size
     lose = np.maximum(num_live + num_new - fits, 0)
     return np.where(give_blocks > 0, np.minimum(lose, num_above_budget), 0)
 

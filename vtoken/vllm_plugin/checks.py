@@ -28,8 +28,9 @@ def tallies(engine) -> Tally:
 
 
 def checkers(engine) -> list[Checker]:
-    """Both sides' checkers of an in-process engine; empty where checks are off."""
-    found = [getattr(engine.hooks, "checker", None), getattr(engine.runner, "vtoken_checker", None)]
+    """Both sides' checkers of an in-process engine; a dry one has no worker, checks may be off."""
+    runner = getattr(engine, "runner", None)
+    found = [getattr(engine.hooks, "checker", None), getattr(runner, "vtoken_checker", None)]
     return [c for c in found if c is not None]
 
 

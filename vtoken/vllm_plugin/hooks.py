@@ -33,6 +33,7 @@ from vtoken.units import cdiv
 from vtoken.vllm_plugin.run_log import RunLog
 from vtoken.vllm_plugin.pressure import PressureControl
 from vtoken.vllm_plugin.scores import ReportBook, score_window
+from vtoken.vllm_plugin.sharing import SharedBlocks
 from vtoken.vllm_plugin.sizing import peak_tokens
 
 
@@ -76,7 +77,7 @@ class SchedulerHooks:
         self._plans: dict[str, np.ndarray] = {}
         self._executed: list[str] = []
         self._num_new_tokens = 0  # of the request that allocate_slots is working on
-        self._sharing: set[str] = set()  # requests with protected tokens when last looked
+        self.shares = SharedBlocks(self)
         self.pressure = PressureControl(self)
         self.checker = None
         if config.hash_kv_every:
@@ -95,14 +96,15 @@ class SchedulerHooks:
         self.counters.hook_calls += 1
         self._plans.clear()
         self._executed.clear()
+        self.shares.drop_unused()
         self.pressure.begin_step()
-        states = self.states
+        states, sharing = self.states, self.shares.sharing
         due = [
             r
             for r in self.scheduler.running
             if (
                 r.num_computed_tokens >= states[r.request_id].next_eviction_len
-                or r.request_id in self._sharing
+                or r.request_id in sharing
             )
             # Its blocks no longer match its table until finalize: it shrank under pressure.
             and not states[r.request_id].executed
@@ -118,15 +120,50 @@ class SchedulerHooks:
         req_id, length = request.request_id, request.num_computed_tokens
         blocks = self.manager.req_to_blocks[req_id]
         self.sync(state, blocks, length)
-        pinned = self._pinned(blocks) if self.caching else None
-        protected_ids = self._protect(state, pinned)
+        protected_ids = self.shares.protect(state, blocks)
         if self.log is not None and self._follow(req_id, state, length, protected_ids):
+            return
+        if self.shares.wants_copy(blocks):
+            self._decide_copy(request, state, blocks, protected_ids)
             return
         num_evict = self.planner.num_to_evict(state, length)
         if num_evict < state.budget.interval_tokens or self.pressure.elastic:
             self._schedule_next(state, length)
             return
         self._choose_victims(request, state, num_evict, protected_ids)
+
+    def _decide_copy(self, request, state: RequestState, blocks, protected_ids) -> None:
+        """Plan an eviction that copies survivors out of shared and cached blocks where it pays.
+
+        First with nothing protected; where the shared blocks would take more than they release,
+        they are protected, and only cached blocks of the request's own are copied out of.
+        """
+        num_protected, expected = state.num_protected, self._expected_tokens(request)
+        attempts = (False, True)
+        if self.shares.was_declined(request.request_id, blocks):
+            attempts = (True,)
+        for keep_shared in attempts:
+            state.num_protected = num_protected if keep_shared else 0
+            num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)
+            if num_evict < state.budget.interval_tokens:
+                continue
+            self._choose_victims(request, state, num_evict, protected_ids if keep_shared else None)
+            victims = self._plans.get(request.request_id)
+            if victims is None:
+                return
+            outcome = self.shares.plan_copy(state, blocks, victims, expected)
+            self.counters.copies += outcome == "copy"
+            self.counters.copies_declined += outcome == "declined"
+            if keep_shared or outcome != "declined":
+                return
+            self._plans.pop(request.request_id)
+        self._schedule_next(state, request.num_computed_tokens)
+
+    def _expected_tokens(self, request) -> int:
+        """New tokens a running request will be given in this step, if there is room."""
+        known = request.num_tokens + request.num_output_placeholders
+        rest = max(1, known - request.num_computed_tokens)
+        return min(rest, self.scheduler.max_num_scheduled_tokens)
 
     def _choose_victims(self, request, state, num_evict: int, protected_ids) -> None:
         """Let the policy name victims, with the scores of two steps ago where it needs some."""
@@ -190,30 +227,6 @@ class SchedulerHooks:
         table = state.table
         table.sync([b.block_id for b in blocks[table.num_blocks :]], length)
 
-    def _pinned(self, blocks) -> np.ndarray | None:
-        """bool[B], blocks that other requests hold too; None when there are none."""
-        shared = [i for i, b in enumerate(blocks) if b.ref_cnt > 1 and not b.is_null]
-        if not shared:
-            return None
-        pinned = np.zeros(len(blocks), bool)
-        pinned[shared] = True
-        return pinned
-
-    def _protect(self, state: RequestState, pinned: np.ndarray | None) -> np.ndarray | None:
-        """Live ids in shared blocks, ascending; keeps `num_protected` up to date."""
-        table = state.table
-        if pinned is None:
-            state.num_protected = 0
-            self._sharing.discard(table.req_id)
-            return None
-        N = self.block_size
-        handles = table.row[: table.num_blocks][pinned[: table.num_blocks]]
-        ids = table.id_at.reshape(-1, N)[handles].reshape(-1)
-        ids = np.sort(ids[ids >= 0])
-        state.num_protected = len(ids)
-        self._sharing.add(table.req_id)
-        return ids
-
     # ---- while vLLM schedules and allocates ------------------------------------------------
 
     def arrive(self, request) -> None:
@@ -259,10 +272,17 @@ class SchedulerHooks:
         state, blocks = self.states[req_id], self.manager.req_to_blocks[req_id]
         if self.checker is not None:
             self.checker.before_change(req_id, state, victims)
-        pinned = self._pinned(blocks) if self.caching else None
+        copy = self.shares.take(req_id, state, blocks)
+        pinned = self.shares.shared(blocks) if copy is None else copy.keeps
         release = self.planner.execute(
-            state, victims, self._num_new_tokens, pinned, under_pressure
-        )
+            state, victims, self._num_new_tokens, pinned, under_pressure,
+            leaves=None if copy is None else copy.leaves,
+        )  # fmt: skip
+        if copy is not None:
+            state.added = np.array([b.block_id for b in copy.new_blocks], np.int32)
+            self.counters.copied_blocks += len(copy.new_blocks)
+        elif pinned is not None:
+            self.counters.shared_tokens_skipped += state.num_protected
         self._executed.append(req_id)
         length = state.table.num_computed_tokens
         if self.log is not None and len(victims):
@@ -270,7 +290,8 @@ class SchedulerHooks:
         self._schedule_next(state, length)
         if release is None:
             return
-        if self.caching and len(release.rewritten):
+        writes = self.planner.settings.moves or not self.shares.copies_out
+        if self.caching and writes and len(release.rewritten):
             # Before anybody is admitted in this step: an admission could otherwise hit a block
             # that is about to be rewritten.
             hashed = {
@@ -326,7 +347,7 @@ class SchedulerHooks:
         req_id, state = request.request_id, self.states[request.request_id]
         blocks = self.manager.req_to_blocks[req_id]
         self.sync(state, blocks, request.num_computed_tokens)
-        protected_ids = self._protect(state, self._pinned(blocks) if self.caching else None)
+        protected_ids = self.shares.protect(state, blocks)
         self._choose_victims(request, state, num_evict, protected_ids)
         victims = self._plans.pop(req_id, None)
         if victims is not None:
@@ -424,6 +445,7 @@ class SchedulerHooks:
                 if n == 1 and len(state.table.holes) and not state.executed:
                     if req_id not in self._executed:
                         self._finalize_one(req_id, state, n, steps)
+        self.shares.drop_unused()
         asks = self._ask_for_reports(num_scheduled) if self.scored else []
         if self.config.trace:
             self._record_trace(num_scheduled)
@@ -542,7 +564,7 @@ class SchedulerHooks:
         self.tables.forget(req_id)
         self.moved.pop(req_id, None)
         self._plans.pop(req_id, None)
-        self._sharing.discard(req_id)
+        self.shares.forget(req_id)
         self.reports.forget(req_id)
         self.pressure.release(req_id)
         if request is not None and request.is_finished():

@@ -100,8 +100,8 @@ class PressureControl:
         hooks, N = self.hooks, self.block_size
         state = hooks.states.get(request.request_id)
         running = hooks.scheduler.running
-        others = len(running) - (state is not None)
-        # Every other request may need a block of its own in this step.
+        # Requests not yet served in this step may each need a block of their own.
+        others = len(running) - len(self._allocated) - (state is not None)
         room = (self.pool.get_num_free_blocks() - others) * N
         if state is not None:
             planned = hooks.num_planned_victims(request.request_id)
@@ -135,17 +135,20 @@ class PressureControl:
 
     def _blocks_needed(self) -> int:
         """Blocks that running requests, and those about to be admitted, take in this step."""
-        hooks, scheduler, N = self.hooks, self.hooks.scheduler, self.block_size
+        hooks, scheduler = self.hooks, self.hooks.scheduler
         needed = tokens = 0
         for request in scheduler.running:
             new = self._new_tokens(request)
-            slots = hooks.num_slots_needed(
-                request.request_id, request.num_computed_tokens + new
-            )
             held = len(hooks.manager.req_to_blocks[request.request_id])
-            needed += max(0, cdiv(slots, N) - held)
+            needed += self._demand(request, new) - held
             tokens += new
         return needed + self._waiting_need(scheduler.max_num_scheduled_tokens - tokens)
+
+    def _demand(self, request, num_new_tokens: int) -> int:
+        """Blocks a request holds, or will once it has room for its new tokens."""
+        hooks, req_id = self.hooks, request.request_id
+        slots = hooks.num_slots_needed(req_id, request.num_computed_tokens + num_new_tokens)
+        return max(len(hooks.manager.req_to_blocks[req_id]), cdiv(slots, self.block_size))
 
     def _new_tokens(self, request) -> int:
         rest = (
@@ -196,10 +199,11 @@ class PressureControl:
         live = length - evicted
         above = np.maximum(live - protected - budget, 0)
         new = np.array([self._new_tokens(r) for r in givers])
-        held = np.array([len(hooks.manager.req_to_blocks[r.request_id]) for r in givers])
-        spare = held - -(-(live - above + new) // N)
+        # A block that a request is about to take counts like one it holds: it can do without.
+        demand = np.array([self._demand(r, int(n)) for r, n in zip(givers, new, strict=True)])
+        spare = demand - -(-(live - above + new) // N)
         give = share_shortfall(spare, num_blocks)
-        lose = tokens_to_give(give, held, live, new, above, N)
+        lose = tokens_to_give(give, demand, live, new, above, N)
         free_before = self.pool.get_num_free_blocks()
         for i in np.flatnonzero(lose):
             hooks.shrink(givers[i], int(lose[i]), int(new[i]))

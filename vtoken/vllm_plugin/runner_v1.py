@@ -126,12 +126,17 @@ class VTokenRunnerV1Mixin:
             self.vtoken_attention.restart_scores(plan.fresh_blocks)
         for r, req_id in enumerate(plan.req_ids):
             if plan.rewrites_row[r]:
-                self._vtoken_rewrite_row(req_id, plan.row_of(r))
+                self._vtoken_rewrite_row(req_id, plan.row_of(r), plan.added_of(r))
         layouts.apply(plan)
 
-    def _vtoken_rewrite_row(self, req_id: str, kept: np.ndarray) -> None:
-        """Keep these positions of a request's row; vLLM then appends the step's new blocks."""
+    def _vtoken_rewrite_row(self, req_id: str, kept: np.ndarray, added: np.ndarray) -> None:
+        """Keep these positions of a request's row; vLLM then appends the step's new blocks.
+
+        Args:
+            added: block ids put at the end before `kept` chooses.
+        """
         ids = self.requests[req_id].block_ids[0]
+        ids.extend(int(b) for b in added)
         ids[:] = [ids[i] for i in kept]
         row = self.input_batch.req_id_to_index.get(req_id)
         if row is None:

@@ -7,10 +7,6 @@ from vtoken.core.planner import Budget
 from vtoken.errors import ConfigError
 from vtoken.units import cdiv
 
-# A scored eviction waits for the report of two steps ago.
-SCORE_DELAY_TOKENS = 2
-
-
 def config_of(vllm_config) -> VTokenConfig | None:
     """vToken's settings in a VllmConfig; None when there are none or the mode is native."""
     additional = vllm_config.additional_config
@@ -31,9 +27,9 @@ def peak_tokens(budget: Budget | None, num_tokens: int, chunk_tokens: int) -> in
     """
     if budget is None:
         return num_tokens
-    scored = budget.policy.score_kind.value != "none"
+    # Scores are asked for two steps ahead, so scored evictions come no later; the odd late one
+    # (right after a prompt) lives off the headroom.
     peak = int(budget.tokens(num_tokens)) + budget.interval_tokens
-    peak += SCORE_DELAY_TOKENS if scored else 0
     return min(num_tokens, peak + max(0, chunk_tokens - 1))
 
 
