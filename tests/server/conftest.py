@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 # 832 tokens: a request of the model's length fits only because it is cut down to its budget.
 BUDGET_TOKENS, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 64, 32, 26, 1024
 API_KEY = "a-key-for-tests"
+# Random weights would fill an answer with the blanks that JSON allows between its parts.
+TERSE_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +25,7 @@ def server(tmp_path_factory):
         *("--policy", "h2o", "--kv-budget-tokens", str(BUDGET_TOKENS)),
         *("--num-kv-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE)),
         *("--max-model-len", str(MAX_MODEL_LEN)),
-        vllm=("--api-key", API_KEY),
+        vllm=("--api-key", API_KEY, "--structured-outputs-config", TERSE_JSON),
         api_key=API_KEY,
     )
     try:
