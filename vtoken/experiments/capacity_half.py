@@ -1,0 +1,98 @@
+"""The points of a scan in one pool, and the two orders in which searches are worked through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from vtoken.experiments.capacity_point import PointRun
+from vtoken.experiments.capacity_pool import Pool
+from vtoken.experiments.capacity_search import Search
+from vtoken.experiments.capacity_settings import Series
+from vtoken.experiments.capacity_time import LeftOut
+from vtoken.experiments.results import frontier_rows
+
+RunPoint = Callable[[Series, int], "PointRun | LeftOut"]
+
+
+class ScanListener:
+    """Is told how a scan goes; this one does nothing with it."""
+
+    def stage(self, text: str) -> None:
+        """Something else begins."""
+
+    @contextmanager
+    def point(self, label: str, num_output_tokens: int) -> Iterator[Callable[[int], None]]:
+        """Around a point; what it yields is told the output tokens so far."""
+        yield lambda num_tokens: None
+
+
+class ScanHalf:
+    """Attributes:
+    pool: where the points ran.
+    modelled: they ran without a model.
+    runs, left_out: in the order they came.
+    """
+
+    def __init__(self, pool: Pool, *, modelled: bool) -> None:
+        self.pool, self.modelled = pool, modelled
+        self.runs: list[PointRun] = []
+        self.left_out: list[LeftOut] = []
+
+    def add(self, run: PointRun | LeftOut) -> None:
+        if isinstance(run, LeftOut):
+            self.left_out.append(run)
+        else:
+            self.runs.append(run)
+
+    @property
+    def frontier(self) -> list[dict[str, object]]:
+        """Rows of the contract, with `next_infeasible`: None where nothing above was tried."""
+        rows = frontier_rows(run.point for run in self.runs)
+        for row in rows:
+            above = [
+                run.point.concurrency
+                for run in self.runs
+                if (run.point.mode, run.point.policy) == (row["mode"], row["policy"])
+                and not run.point.feasible
+            ]
+            row["next_infeasible"] = min(above, default=None)
+        return rows
+
+    def frontier_of(self, mode: str, policy: str | None = None) -> dict[str, object] | None:
+        """The frontier row of a mode, the first one where it has several policies."""
+        for row in self.frontier:
+            if row["mode"] == mode and policy in (None, row["policy"]):
+                return row
+        return None
+
+    def sections(self) -> dict[str, object]:
+        return {
+            "pool": self.pool.row(),
+            "frontier": self.frontier,
+            "points": [run.point for run in self.runs],
+            "left_out": self.left_out,
+        }
+
+
+def scan_in_order(half: ScanHalf, searches: Mapping[Series, Search], run: RunPoint) -> None:
+    """One line after the other: changing the engine is dear."""
+    for line, search in searches.items():
+        while (concurrency := search.next()) is not None:
+            _try(half, line, search, concurrency, run)
+
+
+def scan_in_turn(half: ScanHalf, searches: Mapping[Series, Search], run: RunPoint) -> None:
+    """One point of each line, then the next of each: what matters most comes first."""
+    while todo := [(x, s, n) for x, s in searches.items() if (n := s.next()) is not None]:
+        for line, search, concurrency in todo:
+            _try(half, line, search, concurrency, run)
+
+
+def _try(half: ScanHalf, line: Series, search: Search, concurrency: int, run: RunPoint) -> None:
+    outcome = run(line, concurrency)
+    half.add(outcome)
+    if isinstance(outcome, LeftOut):
+        search.leave_out(concurrency)
+    else:
+        search.report(concurrency, outcome.point.feasible)
