@@ -91,9 +91,7 @@ def continuation_prompts(
     tokenizer, num: int, prompt_len: int, output_len: int, seed: int = 0
 ) -> tuple[list[WorkloadRequest], list[str]]:
     """Prompts cut from texts, and the text that follows each."""
-    whole = text_prompts(
-        tokenizer, num, prompt_len + output_len, output_len=output_len, seed=seed
-    )
+    whole = text_prompts(tokenizer, num, prompt_len + output_len, output_len=output_len, seed=seed)
     requests, follows = [], []
     for i, request in enumerate(whole):
         ids = request.prompt_token_ids
@@ -133,9 +131,7 @@ def run_pairs(engine, config: VTokenConfig, requests, follows, folder: Path) -> 
         for request, follow in zip(requests, follows, strict=True):
             a = runs["naive"][request.request_id].output_token_ids
             b = runs[name][request.request_id].output_token_ids
-            found.append(
-                Pair(request.request_id, a, b, decode(a), decode(b), follow)
-            )
+            found.append(Pair(request.request_id, a, b, decode(a), decode(b), follow))
         return found
 
     return {"replayed": pairs("replayed"), "free": pairs("free"), "trace": trace}
@@ -199,7 +195,10 @@ def run_quality(
     _scorer()
     found: dict[str, list[Pair]] = {"replayed": [], "free": []}
     differing: list[dict[str, object]] = []
-    fields = {"policy": policies[0], **{k: v for k, v in user.items() if k not in ("mode", "policy")}}
+    fields = {
+        "policy": policies[0],
+        **{k: v for k, v in user.items() if k not in ("mode", "policy")},
+    }
     settings = EngineSettings(**{"block_size": 16, "enable_prefix_caching": False, **base})
     from vtoken.engine import open_engine
 

@@ -147,9 +147,13 @@ def neighbour_overwritten(engine):
     def change(copy, kvs, source, destination, layout, scores):
         copy(kvs, source, destination)
         planned = set(runner.vtoken_plan.req_ids)
-        others = [r for r in runner.input_batch.req_ids if r not in planned and r in runner.requests]
+        others = [
+            r for r in runner.input_batch.req_ids if r not in planned and r in runner.requests
+        ]
         for req_id in others[:1]:
-            victim = source[:1] * 0 + runner.requests[req_id].block_ids[0][0] * N  # its id 0, a sink
+            victim = (
+                source[:1] * 0 + runner.requests[req_id].block_ids[0][0] * N
+            )  # its id 0, a sink
             for kv in kvs:
                 layout.scatter(kv, victim, *layout.gather(kv, source[:1]))
 
@@ -215,7 +219,9 @@ def live_bit_flipped(engine):
 def row_misordered(engine):
     runner = engine.runner
     rewrite = runner._vtoken_rewrite_row
-    with replaced(runner, "_vtoken_rewrite_row", lambda r, kept, *rest: rewrite(r, kept[::-1], *rest)):
+    with replaced(
+        runner, "_vtoken_rewrite_row", lambda r, kept, *rest: rewrite(r, kept[::-1], *rest)
+    ):
         yield
 
 

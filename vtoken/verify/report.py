@@ -1,8 +1,8 @@
 """A violation as a file a person can act on, with all that is needed to run it again.
 
-    {"schema_version", "command": "verify", "invariant", "check", "message", "step", "request",
-     "ids", "slots", "plan": {...}, "operations": [...], "replay": {"settings", "config",
-     "requests": [{"step", "req_id", "prompt_token_ids", "max_tokens"}], "fault"}}
+{"schema_version", "command": "verify", "invariant", "check", "message", "step", "request",
+ "ids", "slots", "plan": {...}, "operations": [...], "replay": {"settings", "config",
+ "requests": [{"step", "req_id", "prompt_token_ids", "max_tokens"}], "fault"}}
 """
 
 from __future__ import annotations

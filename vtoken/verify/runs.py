@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from vtoken.config import VTokenConfig
 from vtoken.core.events import TraceEntry
@@ -90,7 +91,7 @@ def recover(engine: StepEngine, req_ids: Iterable[str]) -> bool:
         if engine.has_unfinished() or engine.check_idle():
             return False
         return all(b.ref_cnt == 0 for b in engine.block_pool.blocks if not b.is_null)
-    except Exception:  # whatever a fault broke: a new engine is opened
+    except Exception:  # noqa: BLE001 - whatever a fault broke: a new engine is opened
         return False
 
 
@@ -111,7 +112,7 @@ class EngineHolder:
             engine, self._engine = self._engine, None
             engine.close()
 
-    def __enter__(self) -> EngineHolder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:

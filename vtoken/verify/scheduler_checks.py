@@ -104,7 +104,10 @@ class SchedulerChecker(Checker):
 
     def _check_request(self, req_id, snapshot: _Snapshot, plan, scheduler_output) -> RequestCheck:
         hooks, table = self.hooks, snapshot.state.table
-        request, n = hooks.scheduler.requests[req_id], scheduler_output.num_scheduled_tokens.get(req_id, 0)
+        request, n = (
+            hooks.scheduler.requests[req_id],
+            scheduler_output.num_scheduled_tokens.get(req_id, 0),
+        )
         first_id, blocks = request.num_computed_tokens, hooks.manager.req_to_blocks[req_id]
         hooks.sync(snapshot.state, blocks, first_id + n)
         block_ids = [b.block_id for b in blocks]
@@ -158,7 +161,9 @@ class SchedulerChecker(Checker):
         now = table.slots_of(table.index_of[moved_ids])
         if not np.array_equal(now, destination):
             bad = moved_ids[now != destination]
-            wrong = f"{req_id}: the table does not have moved ids {bad[:8].tolist()} in their new slots"
+            wrong = (
+                f"{req_id}: the table does not have moved ids {bad[:8].tolist()} in their new slots"
+            )
             self._require("I2.table", [wrong], req_id, plan, ids=bad)
 
     def _check_plan(self, plan: StepPlan | None, checks: list[RequestCheck]) -> None:
@@ -189,6 +194,9 @@ class SchedulerChecker(Checker):
         """Distinct blocks add up, and every block has as many references as holders."""
         pool, rows = self.hooks.pool, self.hooks.manager.req_to_blocks.values()
         rows = [[b.block_id for b in row] for row in rows]
+        # Taken for copies that were planned and not carried out; given back in the next step.
+        copies = self.hooks.shares.copies.values()
+        rows += [[b.block_id for b in plan.new_blocks] for plan in copies]
         wrong = check_pool(pool.num_gpu_blocks, pool.get_num_free_blocks(), rows)
         held = np.fromiter((b for row in rows for b in row), np.int64)
         holders = np.bincount(held, minlength=pool.num_gpu_blocks)[1:]
@@ -199,7 +207,9 @@ class SchedulerChecker(Checker):
             wrong.append(f"blocks {odd[:8].tolist()} have fewer references than holders")
         if self.tally.is_on("conservation.pool") and wrong:
             slots = odd * self.hooks.block_size
-            self.fail("conservation.pool", "; ".join(wrong), step_seq=self.hooks.step_seq, slots=slots)
+            self.fail(
+                "conservation.pool", "; ".join(wrong), step_seq=self.hooks.step_seq, slots=slots
+            )
 
     def _require(self, check: str, wrong: list[str], req_id: str, plan, **details) -> None:
         self.require(

@@ -84,8 +84,17 @@ def _faults(report: Report) -> Table:
 
 
 def _quality(quality: dict) -> list[object]:
-    table = Table(title=f"vtoken against naive: {quality['policy']}, {quality['output_len']} tokens")
-    for name in ("decisions", "pairs", "identical", "mean ROUGE-L diff", "within 0.01", "length ratio"):
+    table = Table(
+        title=f"vtoken against naive: {quality['policy']}, {quality['output_len']} tokens"
+    )
+    for name in (
+        "decisions",
+        "pairs",
+        "identical",
+        "mean ROUGE-L diff",
+        "within 0.01",
+        "length ratio",
+    ):
         table.add_column(name, justify="left" if name == "decisions" else "right")
     for kind in ("replayed", "free"):
         r = quality[kind]

@@ -270,9 +270,7 @@ class WorkerChecker(Checker):
             self.lengths[c.req_id] = len(c.ids_after)
             return self._live_slots(row, len(c.ids_after), mask), ids
         table = runner.input_batch.block_table[0].block_table.np
-        slots = self._live_slots(
-            table[index].astype(np.int64), int(runner.seq_lens[index]), mask
-        )
+        slots = self._live_slots(table[index].astype(np.int64), int(runner.seq_lens[index]), mask)
         own = new_slots[starts[index] : starts[index + 1]]
         return slots[~np.isin(slots, own)], ids
 
