@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # 832 tokens: a request of the model's length fits only because it is cut down to its budget.
 BUDGET_TOKENS, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 64, 32, 26, 1024

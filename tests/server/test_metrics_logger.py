@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import REGISTRY
 
 from vtoken.server.stats import COUNTS, DURATIONS_NS, GAUGES, KEY_PREFIX, VIOLATIONS
+
+pytest.importorskip("vllm")
+REGISTRY = pytest.importorskip("prometheus_client").REGISTRY
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "vtoken.json"
 

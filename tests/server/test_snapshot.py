@@ -12,6 +12,7 @@ from vtoken.server import snapshot as module
 from vtoken.server.snapshot import snapshot
 from vtoken.server.stats import StatsSource, live_and_dead_tokens
 
+pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 N = 16
 
