@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from vtoken.config import VTokenConfig
-from vtoken.server import launch
+from vtoken.engine import server as launch
 from vtoken_cli.app import main
 from vtoken_cli.commands.serve import engine_settings, serve
 from vtoken_cli.invoke import build_run

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from vtoken.config import VTokenConfig
+from vtoken.engine import server as launch
 from vtoken.errors import ConfigError
-from vtoken.server import launch
 from vtoken.server.panel import _output_text, concurrency
 from vtoken.server.terminal import pool_map, state_url
 

@@ -4,7 +4,8 @@
     stats             scheduler process: figures of a step as integers; front end: taken apart
     snapshot          scheduler process: the pool and its requests as one JSON object
     panel             what is said at start-up
-    launch            options -> vLLM's own argument parser and server
+    terminal          what `vtoken top` shows
+    load, latency     many clients, or two servers in turn, through the `openai` package
 
-Nothing here imports vLLM except `launch`, which does so when it is called.
+The server itself is started in vtoken.engine.server; nothing here imports vLLM.
 """

@@ -26,7 +26,7 @@ def serve(run: Run) -> None:
 
     Every option of vllm serve can follow --, for example -- --api-key KEY.
     """
-    from vtoken.server.launch import serve as run_server
+    from vtoken.engine.server import serve as run_server
     from vtoken.server.panel import render
 
     if not run.out.quiet and os.environ.get("VLLM_LOGGING_LEVEL") == "WARNING":
