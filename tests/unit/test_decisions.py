@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,11 +60,11 @@ def test_what_is_recorded_is_replayed(path):
 def test_nothing_is_in_the_file_before_a_flush_and_a_new_run_starts_it_anew(path):
     recorder = DecisionRecorder(path, header())
     recorder.died(KEY, 0, 40, np.array([1], np.int32))
-    assert len(open(path).readlines()) == 1
+    assert len(Path(path).read_text().splitlines()) == 1
     recorder.flush()
-    assert len(open(path).readlines()) == 2
+    assert len(Path(path).read_text().splitlines()) == 2
     DecisionRecorder(path, header())
-    assert [json.loads(x)["schema"] for x in open(path)] == [SCHEMA]
+    assert [json.loads(x)["schema"] for x in Path(path).read_text().splitlines()] == [SCHEMA]
 
 
 def test_requests_are_named_by_prompt_and_order_of_arrival():

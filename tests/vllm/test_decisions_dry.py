@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,7 +55,7 @@ def run(engine, requests, output=50):
 
 def entries_of(path):
     """Decision lines of a file, header left out, in an order that does not matter."""
-    return sorted(line for line in open(path) if '"ids"' in line)
+    return sorted(line for line in Path(path).read_text().splitlines() if '"ids"' in line)
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_preemptions_while_recording_are_written_down(path):
     config = VTokenConfig(mode="naive", record_decisions=path, **common)
     engine = dry(config, num_kv_blocks=24)
     run(engine, prompts())
-    ends = [json.loads(x) for x in open(path) if '"end"' in x]
+    ends = [json.loads(x) for x in Path(path).read_text().splitlines() if '"end"' in x]
     preempted = [x for x in ends if x["end"] == "preempted"]
     assert len(preempted) == engine.counters.preemptions > 0
     assert sum(x["end"] == "finished" for x in ends) == 4

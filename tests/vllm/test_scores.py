@@ -84,11 +84,11 @@ def test_victims_are_those_of_hugging_face_attention(policy, score_queries, hf_m
         eviction_interval_tokens=5,
     )  # fmt: skip
     engine = engine_for(config)
-    done = run(engine, prompts(2), max_tokens=40)
+    done = run(engine, prompts(2), max_tokens=28)
     entries = [traces(engine)[n] for n in ("r0", "r1")]
     scores = references(hf_model("tiny-llama"), config, done, entries)
     count, ties = check_decisions(engine, config, done, entries, scores)
-    assert count >= 10
+    assert count >= 6
     assert not ties, ties
 
 
