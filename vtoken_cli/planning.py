@@ -122,17 +122,25 @@ def _run_scan(run: Run, given: dict[str, Any], settings) -> bool:
     from rich.markup import escape
 
     from vtoken.experiments.capacity_view import answer_lines, points_table, write_plots
-    from vtoken.experiments.planning import PlannedScan, plan_for
+    from vtoken.experiments.planning import PlannedScan, boundary_rows, plan_for
 
     memory = plan_for(settings, given["device"])
     _say_memory(run, memory)
     result = PlannedScan(settings, memory, _cost(given, memory)).run()
+    points, frontier = [r.point.row() for r in result.main.runs], result.main.frontier
+    boundary = boundary_rows(points, frontier)
     run.out.print(points_table(result.main))
+    columns = (
+        "mode", "boundary_concurrency", "boundary_throughput", "peak_concurrency",
+        "peak_throughput", "boundary_of_peak_frac",
+    )  # fmt: skip
+    run.out.print(
+        _table("Throughput at the boundary against the mode's own peak", boundary, columns)
+    )
     for line in answer_lines(result):
         run.out.print(escape(line))
-    _finish(run, settings, given, memory, result.sections(), {
-        "points": [r.point.row() for r in result.main.runs], "frontier": result.main.frontier,
-    })  # fmt: skip
+    tables = {"points": points, "frontier": frontier, "boundary": boundary}
+    _finish(run, settings, given, memory, result.sections() | {"boundary": boundary}, tables)
     if run.output_dir is not None:
         write_plots(result, run.output_dir)
     return result.is_feasible

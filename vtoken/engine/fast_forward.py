@@ -79,6 +79,8 @@ class FastForward:
         return not (
             engine.hooks.scored or config.trace or any(files) or config.evict_when != "always"
             or (keeps_holes and config.mode == "vtoken")
+            # Copies take blocks in the middle of a stretch.
+            or (config.shared_prefix == "copy" and engine.settings.enable_prefix_caching)
         )  # fmt: skip
 
     # ---- what is known of those that wait ------------------------------------------------------

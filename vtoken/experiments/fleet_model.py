@@ -143,7 +143,9 @@ class ReplicaModel:
                 held = sum(self.blocks(max(j.computed, j.known - 1)) for j in self.running)
                 free = self.num_blocks - held
             need = self.blocks(job.known)
-            if need > free:
+            # Those that run go first: a request that was just preempted must not get back in
+            # with the blocks that it gave up.
+            if need + (1 + len(self.running) / self.N if self.running else 0) > free:
                 break
             free -= need
             self.running.append(self.waiting.popleft())

@@ -272,3 +272,35 @@ def case_rows(
             }
         )
     return rows
+
+
+def boundary_rows(
+    points: Sequence[Mapping[str, object]], frontier: Sequence[Mapping[str, object]]
+) -> list[dict[str, object]]:
+    """Each mode's throughput at its boundary against its own peak over the points that were run."""
+    rows = []
+    for found in frontier:
+        timed = [
+            p
+            for p in points
+            if (p["mode"], p["policy"]) == (found["mode"], found["policy"])
+            and p["feasible"]
+            and p["output_throughput"]
+        ]
+        if not timed:
+            continue
+        peak = max(timed, key=lambda p: p["output_throughput"])
+        edge = max(timed, key=lambda p: p["concurrency"])
+        rows.append(
+            {
+                "mode": found["mode"],
+                "policy": found["policy"],
+                "boundary_concurrency": edge["concurrency"],
+                "boundary_throughput": edge["output_throughput"],
+                "peak_concurrency": peak["concurrency"],
+                "peak_throughput": peak["output_throughput"],
+                "boundary_of_peak_frac": edge["output_throughput"] / peak["output_throughput"],
+                "modelled": True,
+            }
+        )
+    return rows
