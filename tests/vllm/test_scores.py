@@ -127,8 +127,9 @@ def test_reported_scores_are_those_of_hugging_face(kind, score_queries, hf_model
 def test_h2o_on_smollm2(score_queries, hf_model, record_property):
     """The paper's policy on a trained model: 3 prompts, 96 tokens each."""
     config = VTokenConfig(
-        policy="h2o", eviction_ratio=0.5, score_queries=score_queries, trace=True
-    )
+        policy="h2o", eviction_ratio=0.5, score_queries=score_queries, trace=True,
+        eviction_interval_tokens=8,
+    )  # fmt: skip
     engine = engine_for(
         config, model="smollm2-135m", num_kv_blocks=100, max_num_batched_tokens=96
     )
