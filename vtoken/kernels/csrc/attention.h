@@ -1,6 +1,6 @@
 // Attention of a planned batch over live tokens, with the score sums, in two kinds of work item.
 //
-//   decode item   (request, KV head, tile of <= 256 live tokens), one query: G rows
+//   decode item   (request, tile of <= 256 live tokens, heads), one query: G rows a head
 //   chunk item    (request, KV head, run of query rows), several queries: all tiles, rows in passes
 //
 // In both, the logits of a tile are computed for whole 16-token groups and stored packed, so that
@@ -18,6 +18,7 @@ namespace vt {
 
 constexpr int kPassRows = 24;    // query rows of a chunk that share one walk over K and V
 constexpr int kMaxUnits = 64;    // runs of query rows per (request, KV head), at most
+constexpr int kStepBytes = 16384;  // K and V of one head that a decode step reads, about
 constexpr int64_t kSmallWork = 1 << 20;  // pairs * heads * head size below which one thread does it
 
 using Body = void (*)(void*);
@@ -38,26 +39,39 @@ struct Args {
 
 static inline size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
+static inline int passes_of(const Request& r, int G) {
+  return (r.n * G + kPassRows - 1) / kPassRows;
+}
 static inline int units_of(const Request& r, int G) {
-  const int passes = (r.n * G + kPassRows - 1) / kPassRows;
+  const int passes = passes_of(r, G);
   return passes < kMaxUnits ? passes : kMaxUnits;
 }
 
 struct Item {
-  int32_t request, head, part;  // part: a tile (decode) or a run of passes (chunk)
+  int32_t request;
+  int32_t head;  // a run of heads (decode), a KV head (chunk)
+  int32_t part;  // a tile (decode), a run of passes (chunk)
 };
 
-// Where each request's share of the workspace begins, in floats.
+// Places in a thread's lists: V rows of a tile, as many that are only prefetched, and two lists of
+// what to prefetch, 16 entries a group.
+constexpr int kRowOffsets = 2 * kTileLive + 2 * 16 * kTileGroups;
+
+// Where each request's share of the workspace begins, in floats. `g` counts groups from the
+// request's first; a step starts at group g and leaves the places of its other groups empty.
 struct Share {
-  size_t p;       // decode: probabilities [tile][HQ][ld]
-  size_t o;       // decode: partial outputs [tile][HQ][D]
-  size_t ml;      // decode: maximum and sum [tile][HQ][2]
-  size_t units;   // chunk: score sums [HK][unit][s_len]
-  size_t sum;     // score sums of the request [s_len]
+  size_t p;      // decode: probabilities of a step [g][HQ][16 * groups of the step]
+  size_t hist;   // decode: the maximum they refer to [g][HQ]
+  size_t o;      // decode: partial outputs [tile][HQ][D]
+  size_t ml;     // decode: maximum and sum [tile][HQ][2]
+  size_t units;  // chunk: score sums [HK][unit][s_len]
+  size_t sum;    // score sums of the request: [g][16] (decode), [s_len] (chunk)
 };
 
 struct Shape {
   int HQ, HK, G, D;
+  int step;   // groups a decode takes at a time
+  int split;  // runs of heads a decode tile is divided into
   bool scores;
 };
 
@@ -69,8 +83,7 @@ struct Space {
   float* floats;
   char* scratch;
   size_t num_items = 0, scratch_each = 0, total = 0;
-  // Offsets into one thread's scratch, in floats (`rows` pointers first).
-  size_t sq, so, sp, sstat, srows;
+  size_t sq, so, sp, sstat;  // offsets into one thread's scratch, in floats
 
   Space(const Plan& plan, const Shape& s, int threads, char* base) {
     const size_t R = plan.requests.size();
@@ -80,10 +93,12 @@ struct Space {
       at += padded(bytes);
       return base ? base + here : nullptr;
     };
-    size_t max_tiles = 0, max_ld = 16, max_s = 16;
+    size_t max_tiles = 0, max_ld = 16 * s.step + 16, max_s = 16;
     bool chunk_scores = false;
     for (const Request& r : plan.requests) {
-      num_items += r.n == 0 ? 0 : size_t(s.HK) * (r.n == 1 ? r.t1 - r.t0 : units_of(r, s.G));
+      num_items += r.n == 0   ? 0
+                   : r.n == 1 ? size_t(s.split) * (r.t1 - r.t0)
+                              : size_t(s.HK) * units_of(r, s.G);
       if (size_t(r.t1 - r.t0) > max_tiles) max_tiles = r.t1 - r.t0;
       if (size_t(r.max_ld) > max_ld) max_ld = r.max_ld;
       if (r.n > 1 && r.counted && s.scores) {
@@ -102,22 +117,27 @@ struct Space {
     for (size_t i = 0; i < R; i++) {
       const Request& r = plan.requests[i];
       Share sh{};
-      const size_t T = r.t1 - r.t0;
+      const size_t T = r.t1 - r.t0, groups = plan.num_groups(r);
+      const bool counted = s.scores && r.counted;
       if (r.n == 1) {
-        sh.p = claim(size_t(s.HQ) * r.s_len);
+        if (counted) {
+          sh.p = claim(groups * s.HQ * 16);
+          sh.hist = claim(groups * s.HQ);
+          sh.sum = claim(groups * 16);
+        }
         sh.o = claim(T * s.HQ * s.D);
         sh.ml = claim(T * s.HQ * 2);
-      } else if (r.n > 1 && r.counted && s.scores) {
+      } else if (counted) {
         sh.units = claim(size_t(s.HK) * units_of(r, s.G) * r.s_len);
+        sh.sum = claim(r.s_len);
       }
-      if (s.scores) sh.sum = claim(r.s_len);
       if (base) shares[i] = sh;
     }
     floats = (float*)take(floats_needed * sizeof(float));
     const size_t rows = s.G > kPassRows ? s.G : kPassRows;
-    srows = kTileLive * 2 * sizeof(void*) / sizeof(float);
-    sq = srows;
-    so = sq + rows * s.D;
+    const size_t q_rows = size_t(s.HQ) > rows ? s.HQ : rows;
+    sq = kRowOffsets * sizeof(int64_t) / sizeof(float);
+    so = sq + q_rows * s.D;
     sstat = so + rows * s.D;
     sp = (sstat + rows * (3 + max_tiles) + 15) / 16 * 16;
     scratch_each = padded((sp + rows * (chunk_scores && max_s > max_ld ? max_s : max_ld)) *
@@ -126,11 +146,5 @@ struct Space {
     total = at;
   }
 };
-
-// Rows are worked on in runs of at most kMaxRows, as equal as possible.
-static inline int first_run(int rows) {
-  const int runs = (rows + kMaxRows - 1) / kMaxRows;
-  return (rows + runs - 1) / runs;
-}
 
 }  // namespace vt

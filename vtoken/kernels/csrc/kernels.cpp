@@ -4,10 +4,8 @@
 // No OpenMP pragma and no link to a runtime: the caller passes `GOMP_parallel` of the runtime that
 // torch already uses, so that both share one pool of threads. Never -ffast-math: linking with it
 // sets flush-to-zero for the whole process.
-#include "items.h"
+#include "batch.h"
 #include "move.h"
-
-#include <new>
 
 using namespace vt;
 
@@ -15,15 +13,22 @@ namespace {
 
 enum Status { kOk = 0, kBadDtype = -1, kWorkspaceTooSmall = -2 };
 
-Shape shape_of(const Args& a) {
-  return {a.num_heads, a.num_kv_heads, a.num_heads / a.num_kv_heads, a.head_size,
-          a.step_scores != nullptr};
-}
-
 // One thread where a second would wait longer for its start than it could help.
 int threads_for(const Args& a) {
   const int64_t work = a.plan->pairs * a.num_heads * a.head_size;
   return !a.parallel || work < kSmallWork ? 1 : a.num_threads;
+}
+
+Shape shape_of(const Args& a) {
+  const int cell = a.dtype == 0 ? 4 : 2, threads = threads_for(a);
+  int step = kStepBytes / (kGroup * 2 * a.head_size * cell);
+  step = step < 1 ? 1 : step > 4 ? 4 : step;
+  // A tile is divided by heads where tiles alone would leave threads idle.
+  int64_t tiles = a.plan->tiles.size();
+  int split = 1;
+  while (split < a.num_kv_heads && threads > 1 && tiles * split < 4 * threads) split++;
+  return {a.num_heads, a.num_kv_heads, a.num_heads / a.num_kv_heads, a.head_size, step, split,
+          a.step_scores != nullptr};
 }
 
 template <class C>
@@ -32,7 +37,7 @@ int attention(const Args& a) {
   const int threads = threads_for(a);
   Space space(*a.plan, s, threads, (char*)a.workspace);
   if (int64_t(space.total) > a.workspace_bytes) return kWorkspaceTooSmall;
-  Job<C>(a, s, space).run(threads);
+  Batch<C>(a, s, space).run(threads);
   return kOk;
 }
 

@@ -52,6 +52,11 @@ struct Plan {
   std::vector<Group> groups;
   std::vector<Tile> tiles;
   std::vector<Request> requests;
+
+  int first_group(const Request& r) const { return r.t0 < r.t1 ? tiles[r.t0].g0 : 0; }
+  int num_groups(const Request& r) const {
+    return r.t0 < r.t1 ? tiles[r.t1 - 1].g1 - tiles[r.t0].g0 : 0;
+  }
 };
 
 struct PlanInput {
