@@ -516,7 +516,13 @@ class SchedulerHooks:
             state, request = self.states[req_id], self.scheduler.requests[req_id]
             if n > 1:
                 state.last_chunk_step = self.step_seq
-            if state.next_eviction_len >= NEVER or not self.needs_scores(state):
+            if req_id in asks or not self.needs_scores(state):
+                continue
+            if self.pressure.elastic and n > 1:
+                # The next chunk may find no room, and without scores nothing could be evicted.
+                self._ask(req_id, request.num_computed_tokens + n, asks)
+                continue
+            if state.next_eviction_len >= NEVER:
                 continue
             length = request.num_computed_tokens + n
             rest = request.num_tokens - length
