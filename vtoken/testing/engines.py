@@ -34,6 +34,7 @@ class CheckedDryEngine(DryEngine):
     Attributes:
         num_faults: plans that the fault changed.
         num_hits: blocks that prefix hits brought in.
+        has_failed: a check failed; nothing more can be said about this engine.
 
     `step` raises InvariantViolation, with the name of the broken invariant.
     """
@@ -52,6 +53,7 @@ class CheckedDryEngine(DryEngine):
         self.hashes = HashBook(settings.block_size)
         self.fault, self._rng = fault, np.random.default_rng(seed)
         self.num_faults = self.num_hits = self.num_steps = 0
+        self.has_failed = False
         self._protected: dict[str, set[int]] = {}
         self._wrong: list[tuple[str, str]] = []  # found by the worker, raised after the step
 
@@ -69,6 +71,7 @@ class CheckedDryEngine(DryEngine):
     def step(self, max_steps: int | None = None):
         self._wrong.clear()
         self._note_protected()
+        self.has_failed = True  # unless this step gets to its end
         new_tokens, finished = super().step(1)
         self.num_steps += 1
         for f in finished:
@@ -80,6 +83,7 @@ class CheckedDryEngine(DryEngine):
         if self._wrong:
             name, _ = self._wrong[0]
             raise InvariantViolation(name, "; ".join(w for _, w in self._wrong))
+        self.has_failed = False
         return new_tokens, finished
 
     def _note_protected(self) -> None:

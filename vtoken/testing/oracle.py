@@ -76,6 +76,7 @@ class OracleRequest:
     live: {logical id: content}. num_computed: ids handed out so far.
     reports: {step: (live ids, tokens computed) after it}; what scores of that step are about.
     num_late: steps since an eviction by scores was due, because there was no report for it.
+    num_given: tokens known when it started: below that it prefills.
     """
 
     req_id: str
@@ -85,6 +86,7 @@ class OracleRequest:
     num_computed: int = 0
     reports: dict[int, tuple[set[int], int]] = field(default_factory=dict)
     num_late: int = 0
+    num_given: int = 0
 
     @property
     def prompt_hash(self) -> int:
@@ -154,7 +156,7 @@ class Oracle:
         """A request begins, or begins again: prefix hits hold what was computed without eviction."""
         request = OracleRequest(req_id, tokens, len(tokens) if num_prompt is None else num_prompt)
         request.live = dict(enumerate(clean_contents(tokens[:num_hits])))
-        request.num_computed = num_hits
+        request.num_computed, request.num_given = num_hits, len(tokens)
         self.requests[req_id] = request
 
     def _evict(
@@ -173,7 +175,7 @@ class Oracle:
             if len(recorded) == len(request.live) and request.num_late < MAX_LATE_STEPS:
                 request.num_late += 1
                 return
-            known, at = request.reports.get(step_seq - SCORE_DELAY_STEPS, (set(), 0))
+            known, at = self._report(request, step_seq)
             scores = [
                 self.score_of(request.prompt_hash, i, at) if i in known else math.nan for i in free
             ]
@@ -186,6 +188,14 @@ class Oracle:
             block=self.rules.block_size, **self.config.policy_args,
         )  # fmt: skip
         self.drop(request, gone)
+
+    @staticmethod
+    def _report(request: OracleRequest, step_seq: int) -> tuple[set[int], int]:
+        """The report of two steps ago; a prompt that was put off goes by its last chunk's."""
+        step = step_seq - SCORE_DELAY_STEPS
+        if request.num_computed < request.num_given and step not in request.reports:
+            step = max((s for s in request.reports if s <= step), default=step)
+        return request.reports.get(step, (set(), 0))
 
     def drop(self, request: OracleRequest, ids: set[int]) -> None:
         """Forget these ids of a request."""
@@ -222,7 +232,8 @@ class Oracle:
             if read.sampled != request.tokens[-1]:
                 wrong.append(f"{req_id}: generated {read.sampled}, not {request.tokens[-1]}")
         request.reports[step_seq] = (set(request.live), request.num_computed)
-        request.reports.pop(step_seq - SCORE_DELAY_STEPS - 1, None)
+        if len(request.reports) > SCORE_DELAY_STEPS + 1:
+            del request.reports[min(request.reports)]
         return wrong
 
     @staticmethod
