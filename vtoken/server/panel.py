@@ -200,6 +200,5 @@ def render(found: dict[str, Any]):
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" + (
-        "" if num_bytes >= 2**30 else f" ({num_bytes:,} bytes)"
-    )
+    gib = num_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib:.2g} GiB"
