@@ -10,7 +10,7 @@ from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError, InvariantViolation
 from vtoken.verify.base import Tally
 from vtoken.verify.faults import FAULTS
-from vtoken.verify.runs import open_checked_engine
+from vtoken.verify.runs import open_checked_engine, without_frames
 
 
 def replay(report: dict) -> tuple[InvariantViolation | None, Tally]:
@@ -36,7 +36,7 @@ def replay(report: dict) -> tuple[InvariantViolation | None, Tally]:
             try:
                 _run(engine, section["requests"])
             except InvariantViolation as violation:
-                return violation, tallies(engine)
+                return without_frames(violation), tallies(engine)
         return None, tallies(engine)
 
 

@@ -72,8 +72,18 @@ def run_checked(
         if wrong:
             raise InvariantViolation("conservation", "; ".join(wrong[:4]))
     except InvariantViolation as error:
-        violation = error
+        violation = without_frames(error)
     return Outcome(run, violation, tallies(engine), list(engine.trace))
+
+
+def without_frames(error: InvariantViolation) -> InvariantViolation:
+    """Drop an exception's traceback: its frames hold the engine.
+
+    vLLM tears down process-wide state when an engine is collected. An engine kept alive by a
+    traceback would take that state from the next one.
+    """
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def recover(engine: StepEngine, req_ids: Iterable[str]) -> bool:
