@@ -52,7 +52,7 @@ def test_tokens_from_the_prefix_cache(policy, hf_model):
         assert traces(engine)[name][0].first_id >= 64, "no hit: nothing is tested"
         for e in traces(engine)[name]:
             assert set(range(64)) <= set(e.live_ids.tolist()), "both hold it: nobody evicts it"
-    alone = run(engine, {"fourth": prompt}, max_tokens=24)
+    alone = run(engine, {"fourth": prompt}, max_tokens=48)
     assert traces(engine)["fourth"][0].first_id >= 64
     assert len(decisions(traces(engine)["fourth"], 200)) >= 3
     assert check(engine, hf_model("tiny-llama"), config, alone, ["fourth"]) >= 3
