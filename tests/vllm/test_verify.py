@@ -89,7 +89,7 @@ def test_a_violation_can_be_replayed(holder) -> None:
     report["replay"]["fault"] = fault.name
     violation, tally = replay(report)
     assert violation is not None and violation.exit_code == 1
-    for key in ("check", "step", "ids", "slots"):
+    for key in ("check", "step", "ids"):  # slots depend on what the pool served before
         assert violation.report[key] == report[key], key
     assert tally.violations["I1"] == 1
 

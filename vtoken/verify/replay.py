@@ -1,4 +1,7 @@
-"""Run again what led to a violation: the same engine, settings, requests and arrival steps."""
+"""Run again what led to a violation: the same engine, settings, requests and arrival steps.
+
+Steps, requests and ids come out the same; slots do so only where the engine was new.
+"""
 
 from __future__ import annotations
 
