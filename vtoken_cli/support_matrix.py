@@ -29,6 +29,17 @@ class Support:
 _NOT_FULL_ATTENTION = "only full attention layers keep one relocatable entry per token"
 
 SUPPORT = (
+    Support("all built-in policies, packed and with holes, on CPUs", "works",
+            "tests/vllm/test_scores_kernels.py"),
+    Support("chunked prefill", "works", "tests/vllm/test_deferred.py"),
+    Support("prefix caching (--shared-prefix protect)", "works",
+            "tests/vllm/test_scores_restart.py"),
+    Support("preemption", "works", "tests/stateful/test_scheduler_machine.py"),
+    Support("asynchronous scheduling", "works", "tests/vllm/test_decisions_dry.py"),
+    Support("Llama, Mistral, Qwen2 and Gemma 1 models", "works", "tests/vllm/test_verify.py"),
+    Support("recorded and replayed decisions", "works", "tests/vllm/test_decisions_dry.py"),
+    Support("dry runs without a model", "works", "tests/unit/test_capacity_dry.py"),
+    Support("vLLM's OpenAI-compatible server", "works", "tests/server/test_openai.py"),
     Support("speculative decoding", "refused",
             "rejected drafts would take back tokens that were already placed"),
     Support("KV connectors", "refused",
@@ -51,5 +62,10 @@ SUPPORT = (
     Support("policies with scores under tensor or pipeline parallelism", "refused",
             "scores are not summed over tensor or pipeline ranks yet"),
     Support("asynchronous relocation", "refused", "the copy-stream forms are not there yet"),
-    Support("GPUs (Model Runner V1)", "untested", "written from vLLM's sources; no GPU has run it"),
+    Support("GPUs: packed layouts and policies without scores (Model Runner V1)", "untested",
+            "written from vLLM's sources; no GPU has run it"),
+    Support("GPUs: layouts with holes", "refused",
+            "they need a live-mask attention kernel that exists for CPUs only"),
+    Support("GPUs: policies with scores", "refused",
+            "GPU attention does not give attention scores yet"),
 )  # fmt: skip

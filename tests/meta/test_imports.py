@@ -1,7 +1,8 @@
 """Imports point one way. The rule, by package, of what may be imported from outside it.
 
 core and policies: numpy. kernels: numpy and torch, never vLLM. vLLM only where it is adapted to
-(`vllm_plugin`), where engines are built from it, and where its server is run.
+(`vllm_plugin`) and where engines and servers are built from it (`engine`); and in the one file of
+the command line that reads options with vLLM's parser.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FILES = sorted([*(ROOT / "vtoken").rglob("*.py"), *(ROOT / "vtoken_cli").rglob("
 
 NUMPY_ONLY = ("vtoken.core", "vtoken.policies")
 OWN_BASICS = {"vtoken.errors", "vtoken.units", "vtoken"}
-VLLM_ALLOWED = ("vtoken.vllm_plugin", "vtoken.engine", "vtoken.server", "vtoken_cli.vllm_args")
+VLLM_ALLOWED = ("vtoken.vllm_plugin", "vtoken.engine", "vtoken_cli.vllm_args")
 # Test support drives real engines and vLLM's own scheduler.
 VLLM_IN_TESTING = ("vtoken.testing",)
 # Command lines of their own, for development: they may print with anything.
