@@ -40,7 +40,7 @@ def engines(model_path):
     model_path("tiny-llama")
     config = VTokenConfig(policy="random", eviction_ratio=0.5)
     real = RealEngines(LIMITS, config, SETTINGS.engine, max_num_seqs=16)
-    yield real, DryEngines(LIMITS, config, SETTINGS.engine)
+    yield real, DryEngines(LIMITS, config, SETTINGS.engine, fast_forward=False)
     real.close()
 
 

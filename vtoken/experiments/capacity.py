@@ -10,118 +10,34 @@ small pool picks the measured points, so that one point at the frontier and one 
 
 Files: capacity_settings.py (what is asked), capacity_search.py (which points), capacity_pool.py
 (which pools), capacity_prompts.py (which requests), capacity_engines.py (what runs them),
-capacity_point.py (one point), capacity_time.py (the time limit), capacity_view.py (tables, plots).
+capacity_point.py (one point), capacity_setup.py (checks before the start), capacity_measure.py and
+capacity_time.py (measuring within a time limit), capacity_half.py (results), capacity_view.py
+(tables, plots).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 
 from vtoken.config import VTokenConfig
-from vtoken.engine import EngineSettings, open_engine, run_requests
-from vtoken.errors import ConfigError
-from vtoken.experiments.capacity_engines import (
-    DryEngines,
-    EngineLimits,
-    RealEngines,
-    open_dry_engine,
-)
-from vtoken.experiments.capacity_half import ScanHalf, ScanListener, scan_in_order, scan_in_turn
-from vtoken.experiments.capacity_point import PointRun, infeasible_by_size, run_point
-from vtoken.experiments.capacity_pool import (
-    Host,
-    Pool,
-    detect_host,
-    find_shape,
-    given_pool,
-    host_pool,
-    small_pool,
-)
-from vtoken.experiments.capacity_prompts import PromptSource, make_prompts
-from vtoken.experiments.capacity_search import (
-    BisectSearch,
-    GridSearch,
-    Search,
-    parse_concurrency,
-)
+from vtoken.engine import EngineSettings
+from vtoken.experiments.capacity_engines import DryEngines
+from vtoken.experiments.capacity_half import ScanHalf, ScanResult, scan_in_order, scan_in_turn
+from vtoken.experiments.capacity_measure import Measuring
+from vtoken.experiments.capacity_point import PointRun, run_point
+from vtoken.experiments.capacity_pool import Pool
+from vtoken.experiments.capacity_search import parse_concurrency
 from vtoken.experiments.capacity_settings import DEFAULT_POLICY, ScanSettings, Series
-from vtoken.experiments.capacity_time import Deadline, LeftOut, StepTimes
-from vtoken.experiments.model_shapes import ModelShape
-from vtoken.experiments.results import utc_now
-from vtoken.units import cdiv
+from vtoken.experiments.capacity_setup import ScanSetup
+from vtoken.experiments.capacity_time import Deadline, LeftOut
 
 MODELLED_SHARE = 0.25  # of the time limit, for the half that needs no model
 # Above this a dry run of the pool takes longer than the points it would save.
 MAX_TWIN_REQUEST_STEPS = 100_000
-WARM_UP_STEPS, WARM_UP_PROMPT_LEN = 8, 16
 
 
-@dataclass
-class ScanResult:
-    """Attributes:
-    main: the half that answers; `modelled`: the other half of a bare scan on a CPU.
-    notes: what a reader must know besides the figures.
-    interrupted: the user ended the scan; what is there is complete as far as it goes.
-    """
-
-    settings: ScanSettings
-    started_at: str
-    main: ScanHalf | None = None
-    modelled: ScanHalf | None = None
-    prompts: str = ""
-    max_tokens: int = 0
-    notes: list[str] = field(default_factory=list)
-    interrupted: bool = False
-
-    @property
-    def is_feasible(self) -> bool:
-        """Some point was."""
-        return self.main is not None and any(run.point.feasible for run in self.main.runs)
-
-    def sections(self) -> dict[str, object]:
-        """The command's own part of a result file."""
-        assert self.main is not None
-        sections = self.main.sections()
-        sections |= {"notes": self.notes, "interrupted": self.interrupted}
-        if self.modelled is not None:
-            sections["modelled"] = self.modelled.sections()
-        return sections
-
-
-class CapacityScan:
-    """Runs one scan.
-
-    Args:
-        open_engine, open_dry_engine: make engines; tests give fakes.
-        host, shape, prompts: found out where they are not given.
-        listener: is told how it goes.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        settings: ScanSettings,
-        *,
-        open_engine: Callable = open_engine,
-        open_dry_engine: Callable = open_dry_engine,
-        host: Host | None = None,
-        shape: ModelShape | None = None,
-        prompts: PromptSource | None = None,
-        listener: ScanListener | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.settings = settings
-        self._open_engine, self._open_dry = open_engine, open_dry_engine
-        self._host, self._shape, self._prompts = host, shape, prompts
-        self._model = settings.engine.model
-        self._listener, self._clock = listener or ScanListener(), clock
-        self._times, self._dry_times = StepTimes(), StepTimes()
-        # What a dry run of the measured pool said: work per point, frontier per line.
-        self._twin: dict[tuple[Series, int], tuple[int, int]] = {}
-        self._expected: dict[Series, int] = {}
-        self.result = ScanResult(settings, utc_now())
+class CapacityScan(ScanSetup):
+    """Runs one scan; see `ScanSetup` for what it takes."""
 
     def run(self) -> ScanResult:
         """Run the scan; after Ctrl-C the result holds the points there were.
@@ -144,176 +60,6 @@ class CapacityScan:
                 raise
             self.result.interrupted = True
         return self.result
-
-    # ---- what can be checked before an engine starts -----------------------------------------
-
-    def _prepare(self) -> None:
-        settings, result = self.settings, self.result
-        if self._shape is None:
-            self._shape, self._model = find_shape(
-                settings.engine.model, needs_weights=not settings.dry_run
-            )
-        if self._prompts is None:
-            self._prompts = make_prompts(
-                settings, self._tokenizer_or_none(), self._shape.vocab_size
-            )
-        result.prompts, result.max_tokens = self._prompts.what, self._prompts.max_tokens
-        self._check_lengths()
-        needs_host = not settings.dry_run or settings.engine.num_kv_blocks is None
-        if self._host is None:
-            self._host = detect_host(settings) if needs_host else Host(is_cpu=False, memory_bytes=0)
-        block_size = settings.engine.block_size or (
-            16 if settings.dry_run else self._host.block_size
-        )
-        self._check_block_size(block_size)
-        settings.check_budgets(block_size)
-        self._choose_pools(block_size)
-
-    def _tokenizer_or_none(self) -> Callable[[], object] | None:
-        if self.settings.dry_run and self.settings.dataset_path is None:
-            return None  # lengths are all that counts
-        model = self._model
-
-        def load():
-            from transformers import AutoTokenizer
-
-            try:
-                return AutoTokenizer.from_pretrained(model)
-            except (OSError, ValueError) as error:
-                why = str(error).strip().split("\n")[0]
-                raise ConfigError("--model", model, f"a model with a tokenizer ({why})") from None
-
-        return load
-
-    def _check_lengths(self) -> None:
-        needed, given = self._prompts.max_tokens, self.settings.engine.max_model_len
-        if given is not None and given < needed:
-            raise ConfigError("--max-model-len", given, f"at least {needed}, prompt and output")
-        longest = self._shape.max_model_len
-        if needed > longest:
-            raise ConfigError(
-                "--prompt-len and --output-len", needed,
-                f"together at most {longest} tokens, what {self._shape.name} takes",
-            )  # fmt: skip
-
-    def _check_block_size(self, block_size: int) -> None:
-        stock = any(line.mode == "native" for line in self.settings.series)
-        if not self.settings.dry_run and self._host.is_cpu and stock and block_size % 32:
-            raise ConfigError(
-                "--block-size", block_size,
-                "a multiple of 32 in mode native on a CPU: vLLM's own attention takes no other",
-            )  # fmt: skip
-
-    def _choose_pools(self, block_size: int) -> None:
-        settings, host = self.settings, self._host
-        pool = given_pool(settings.engine, self._shape, block_size)
-        modelled = None
-        if pool is None and settings.dry_run:
-            pool = host_pool(settings.engine, self._shape, block_size, host)
-        elif pool is None and host.is_cpu:
-            pool = small_pool(self._prompts.max_tokens, block_size)
-            modelled = host_pool(settings.engine, self._shape, block_size, host)
-        elif pool is None:
-            pool = self._pool_of_gpu(block_size)
-        self._check_pool(pool)
-        self.result.main = ScanHalf(pool, modelled=settings.dry_run)
-        if modelled is not None:
-            self._check_pool(modelled)
-            self.result.modelled = ScanHalf(modelled, modelled=True)
-            self.result.notes.append(
-                "on a CPU the memory utilisation is a share of host memory, and the pool it gives "
-                f"({modelled}: {modelled.how}) is far too large to fill: it is modelled, and "
-                f"{pool} are measured"
-            )
-
-    def _pool_of_gpu(self, block_size: int) -> Pool:
-        """Ask vLLM: only its profiling run on the device knows."""
-        limits = self._limits(None, block_size)
-        engines = self._real_engines(limits, max_num_seqs=1)
-        try:
-            engine = engines.get(self.settings.series[0], 1)
-            return Pool(
-                usable_blocks=engine.num_usable_blocks, block_size=engine.block_size,
-                how="as vLLM sized it",
-            )  # fmt: skip
-        finally:
-            engines.close()
-
-    def _check_pool(self, pool: Pool) -> None:
-        """Refuse a pool that cannot hold one request even when it is packed."""
-        tokens = self._prompts.max_tokens
-        packed = [Series("vtoken", policy) for policy in self.settings.policies]
-        needed = min(
-            self.settings.blocks_per_request(line, tokens, pool.block_size) for line in packed
-        )
-        if needed > pool.usable_blocks:
-            option = "--num-kv-blocks"
-            if self.settings.engine.num_kv_blocks is None:
-                option = "pool of blocks"
-            raise ConfigError(
-                option, pool.usable_blocks,
-                f"at least {needed} blocks of {pool.block_size} tokens, what one packed request "
-                f"of {tokens:,} tokens needs",
-            )  # fmt: skip
-
-    # ---- engines and searches ----------------------------------------------------------------
-
-    def _limits(self, num_kv_blocks: int | None, block_size: int) -> EngineLimits:
-        engine = self.settings.engine
-        return EngineLimits(
-            num_kv_blocks=num_kv_blocks,
-            block_size=block_size,
-            # One more than needed: a request that may fill the model's length counts as one of
-            # unknown length, and admission would then depend on what ran before.
-            max_model_len=engine.max_model_len
-            or min(self._prompts.max_tokens + 1, self._shape.max_model_len),
-            max_batched_tokens=engine.max_num_batched_tokens or self._host.max_batched_tokens,
-        )
-
-    def _dry_engines(self, pool: Pool) -> DryEngines:
-        limits = self._limits(pool.usable_blocks, pool.block_size)
-        return DryEngines(limits, self.settings.config, self.settings.engine, self._open_dry)
-
-    def _real_engines(self, limits: EngineLimits, max_num_seqs: int) -> RealEngines:
-        return RealEngines(
-            limits, self.settings.config, replace(self.settings.engine, model=self._model),
-            max_num_seqs=max_num_seqs, open_engine=self._open_engine, clock=self._clock,
-        )  # fmt: skip
-
-    def _searches(self, pool: Pool, guesses: dict[Series, int]) -> dict[Series, Search]:
-        points = parse_concurrency(self.settings.concurrency)
-        if points is not None:
-            return {line: GridSearch(points) for line in guesses}
-        limit = min(pool.usable_blocks, self._prompts.max_requests)
-        return {line: BisectSearch(guess, limit=limit) for line, guess in guesses.items()}
-
-    def _guesses(self, pool: Pool) -> dict[Series, int]:
-        """Where each line's frontier should lie; lines that do not fit at all are left out."""
-        tokens = round(self._prompts.mean_tokens)
-        return {
-            line: self.settings.expected_frontier(line, tokens, pool.usable_blocks, pool.block_size)
-            for line in self.settings.series
-            if self._blocks_of_one(line, pool) <= pool.usable_blocks
-        }
-
-    def _blocks_of_one(self, line: Series, pool: Pool) -> int:
-        return self.settings.blocks_per_request(line, self._prompts.max_tokens, pool.block_size)
-
-    def _add_lines_that_do_not_fit(self, half: ScanHalf) -> None:
-        for line in self.settings.series:
-            needed = self._blocks_of_one(line, half.pool)
-            if needed > half.pool.usable_blocks:
-                half.add(infeasible_by_size(line, needed, half.pool.usable_blocks, half.modelled))
-
-    def _expected_work(self, line: Series, concurrency: int) -> tuple[int, int]:
-        """(steps, tokens) of one repeat: from the dry twin where it ran, else by arithmetic."""
-        if (line, concurrency) in self._twin:
-            return self._twin[line, concurrency]
-        requests = self._prompts(concurrency, 0)
-        prompt_tokens = sum(r.prompt_len for r in requests)
-        steps = max(r.output_len for r in requests)
-        steps += cdiv(prompt_tokens, self._limits(None, 1).max_batched_tokens)
-        return steps, prompt_tokens + sum(r.output_len for r in requests)
 
     # ---- the two halves ----------------------------------------------------------------------
 
@@ -389,7 +135,7 @@ class CapacityScan:
         points = parse_concurrency(settings.concurrency)
         most = max(points) if points else 2 * max(guesses.values(), default=1)
         limits = self._limits(half.pool.usable_blocks, half.pool.block_size)
-        measure = _Measuring(
+        measure = Measuring(
             engines=self._real_engines(limits, max_num_seqs=most),
             times=self._times,
             deadline=deadline,
@@ -418,94 +164,6 @@ class CapacityScan:
                     f"{row['mode']}: measured {row['max_concurrency']}, where the dry run of the "
                     f"same pool expected {expected}"
                 )
-
-
-@dataclass
-class _Measuring:
-    """Runs points on real engines within a time limit.
-
-    Attributes:
-        first_points: of each line, the point that its answer cannot do without. Time for those of
-            later lines is kept back from points that only confirm.
-    """
-
-    engines: RealEngines
-    times: StepTimes
-    deadline: Deadline
-    prompts: PromptSource
-    repeats: int
-    listener: ScanListener
-    expected_work: Callable[[Series, int], tuple[int, int]]
-    first_points: dict[Series, int]
-    _started: set[Series] = field(default_factory=set)
-
-    def run(self, line: Series, concurrency: int) -> PointRun | LeftOut:
-        """Measure a point, or say why it was left out."""
-        if refused := self._refusal(line, concurrency):
-            return refused
-        if self.engines.must_load(line):
-            self.listener.stage(f"starting an engine in mode {line.mode}")
-        is_new = line not in self._started
-        engine = self.engines.get(line, concurrency)
-        if is_new:
-            self._started.add(line)
-            self._warm_up(engine, line, concurrency)
-            if refused := self._refusal(line, concurrency):
-                return refused
-            engine = self.engines.get(line, concurrency)
-        output_tokens = sum(r.output_len for r in self.prompts(concurrency, 0)) * self.repeats
-        with self.listener.point(f"{line} at {concurrency}", output_tokens) as advance:
-            run = run_point(
-                engine, line, concurrency, self.prompts, repeats=self.repeats, on_tokens=advance
-            )
-        self.times.record(line.mode, run.num_steps, run.num_tokens, run.seconds)
-        return run
-
-    def _refusal(self, line: Series, concurrency: int) -> LeftOut | None:
-        predicted_s, reserved_s = self._predict(line, concurrency), 0.0
-        if line in self._started and self.first_points.get(line) != concurrency:
-            reserved_s = self._needed_later(line)
-        if self.deadline.has_room(predicted_s, reserved_s):
-            return None
-        return LeftOut(
-            mode=line.mode, policy=line.policy, concurrency=concurrency, predicted_s=predicted_s,
-            left_s=self.deadline.left_s, reserved_s=reserved_s,
-        )  # fmt: skip
-
-    def _predict(self, line: Series, concurrency: int, after: Series | None = None) -> float:
-        """Seconds for a point, its engine's start included; 0 before anything was measured."""
-        steps, tokens = self.expected_work(line, concurrency)
-        seconds = self.times.predict(line.mode, steps * self.repeats, tokens * self.repeats) or 0.0
-        if self.engines.must_load(line, after):
-            seconds += self.engines.load_s or 0.0
-        return seconds
-
-    def _needed_later(self, line: Series) -> float:
-        seconds, before = 0.0, line
-        for later, concurrency in self.first_points.items():
-            if later not in self._started:
-                seconds += self._predict(later, concurrency, after=before)
-                before = later
-        return seconds
-
-    def _warm_up(self, engine, line: Series, concurrency: int) -> None:
-        """Run a few steps: first ones are slow, and the first prediction needs something."""
-        requests = self.prompts(concurrency, 0)
-        short = [
-            replace(
-                r, prompt=None, prompt_token_ids=r.prompt_token_ids[:WARM_UP_PROMPT_LEN],
-                prompt_len=min(r.prompt_len, WARM_UP_PROMPT_LEN), output_len=WARM_UP_STEPS,
-            )
-            for r in requests
-        ]  # fmt: skip
-        one = [replace(requests[0], output_len=1)]
-        # Decodes; then one prompt alone and decodes again: what a token and what a step cost.
-        for batch, counts in ((short, False), (one, True), (short, True)):
-            run = run_requests(engine, batch)
-            engine.reset_prefix_cache()
-            if counts:
-                tokens = run.num_prompt_tokens + run.num_output_tokens
-                self.times.record(line.mode, run.stats.num_steps, tokens, run.wall_s)
 
 
 def dry_frontier(

@@ -47,7 +47,11 @@ def batched_tokens(limits: EngineLimits, max_num_seqs: int) -> int:
 
 
 class DryEngines:
-    """A dry engine per point: building one takes milliseconds."""
+    """A dry engine per point: building one takes milliseconds.
+
+    Args:
+        fast_forward: take stretches of decode steps at once; the outcome is the same.
+    """
 
     def __init__(
         self,
@@ -55,9 +59,10 @@ class DryEngines:
         config: VTokenConfig,
         settings: EngineSettings,
         open_engine: Callable[..., StepEngine] = open_dry_engine,
+        fast_forward: bool = True,
     ) -> None:
         self.limits, self.config, self.settings = limits, config, settings
-        self._open = open_engine
+        self.fast_forward, self._open = fast_forward, open_engine
 
     def get(self, line: Series, concurrency: int) -> StepEngine:
         from vtoken.engine.dry import DrySettings
@@ -73,6 +78,7 @@ class DryEngines:
             max_num_batched_tokens=batched_tokens(limits, concurrency),
             enable_prefix_caching=True if caching is None else caching,
             async_scheduling=bool(self.settings.async_scheduling),
+            fast_forward=self.fast_forward,
             seed=self.settings.seed,
         )
         return self._open(settings, line.config(self.config), score_source=random_scores)

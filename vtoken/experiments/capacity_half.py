@@ -1,14 +1,15 @@
-"""The points of a scan in one pool, and the two orders in which searches are worked through."""
+"""What a scan found: its points in one pool or two; and the two orders of working through searches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from vtoken.experiments.capacity_point import PointRun
 from vtoken.experiments.capacity_pool import Pool
 from vtoken.experiments.capacity_search import Search
-from vtoken.experiments.capacity_settings import Series
+from vtoken.experiments.capacity_settings import ScanSettings, Series
 from vtoken.experiments.capacity_time import LeftOut
 from vtoken.experiments.results import frontier_rows
 
@@ -73,6 +74,38 @@ class ScanHalf:
             "points": [run.point for run in self.runs],
             "left_out": self.left_out,
         }
+
+
+@dataclass
+class ScanResult:
+    """Attributes:
+    main: the half that answers; `modelled`: the other half of a bare scan on a CPU.
+    notes: what a reader must know besides the figures.
+    interrupted: the user ended the scan; what is there is complete as far as it goes.
+    """
+
+    settings: ScanSettings
+    started_at: str
+    main: ScanHalf | None = None
+    modelled: ScanHalf | None = None
+    prompts: str = ""
+    max_tokens: int = 0
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def is_feasible(self) -> bool:
+        """Some point was."""
+        return self.main is not None and any(run.point.feasible for run in self.main.runs)
+
+    def sections(self) -> dict[str, object]:
+        """The command's own part of a result file."""
+        assert self.main is not None
+        sections = self.main.sections()
+        sections |= {"notes": self.notes, "interrupted": self.interrupted}
+        if self.modelled is not None:
+            sections["modelled"] = self.modelled.sections()
+        return sections
 
 
 def scan_in_order(half: ScanHalf, searches: Mapping[Series, Search], run: RunPoint) -> None:

@@ -190,6 +190,6 @@ def _downloaded_config(model: str) -> str:
 
     try:
         return hf_hub_download(model, "config.json")
-    except Exception as error:  # network, name, access: all the same to the user
+    except (OSError, ValueError) as error:  # network, name, access: all the same to the user
         why = str(error).strip().split("\n")[0]
         raise ConfigError("--model", model, f"a model that can be found ({why})") from None

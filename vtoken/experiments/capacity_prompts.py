@@ -22,6 +22,7 @@ from vtoken.workloads import (
     text_prompts,
     trace_token_ids,
 )
+from vtoken.workloads.files import read_json_rows
 from vtoken.workloads.load import TRACE_LOADERS
 
 
@@ -95,11 +96,15 @@ def make_prompts(
 def _dataset_prompts(settings: ScanSettings, get_tokenizer, vocab_size: int) -> PromptSource:
     """Requests of a dataset as they are; each repeat takes other rows."""
     path = settings.dataset_path
-    if detect_format(path) in TRACE_LOADERS:
+    form = detect_format(path)
+    if form in TRACE_LOADERS:
         rows = load_workload(path)
         if settings.output_len is not None:
             rows = [replace(row, output_len=settings.output_len) for row in rows]
     else:
+        if form != "text":
+            for _ in read_json_rows(path):  # a bad line is found before a tokenizer is loaded
+                pass
         tokenizer = get_tokenizer() if get_tokenizer is not None else None
         options = {} if settings.output_len is None else {"output_len": settings.output_len}
         rows = load_workload(path, tokenizer, **options)

@@ -126,6 +126,7 @@ class ScanSettings:
         peak = num_tokens
         if line.mode == "vtoken":
             peak = config.make_budget(block_size).peak_tokens(num_tokens)
+            num_blocks -= int(config.low_watermark_frac * num_blocks)  # not given to admissions
         return max(1, num_blocks // cdiv(peak, block_size))
 
     def row(self) -> dict[str, object]:

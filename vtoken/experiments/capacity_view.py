@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from vtoken.experiments.capacity import ScanResult
-from vtoken.experiments.capacity_half import ScanHalf
+from vtoken.experiments.capacity_half import ScanHalf, ScanResult
 from vtoken.experiments.results import MODES
 
 Row = Mapping[str, object]

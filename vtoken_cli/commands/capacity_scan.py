@@ -14,7 +14,7 @@ from vtoken_cli.parsers import count, duration_s, text
 from vtoken_cli.planning import PLANNING, plan, take_planning
 
 if TYPE_CHECKING:
-    from vtoken.experiments.capacity import ScanResult
+    from vtoken.experiments.capacity_half import ScanResult
     from vtoken.experiments.capacity_settings import ScanSettings
 
 NOTHING_FITS, INTERRUPTED = 1, 130
