@@ -37,16 +37,6 @@ struct Args {
   float scale, softcap;
 };
 
-static inline size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-static inline int passes_of(const Request& r, int G) {
-  return (r.n * G + kPassRows - 1) / kPassRows;
-}
-static inline int units_of(const Request& r, int G) {
-  const int passes = passes_of(r, G);
-  return passes < kMaxUnits ? passes : kMaxUnits;
-}
-
 struct Item {
   int32_t request;
   int32_t head;  // a run of heads (decode), a KV head (chunk)
@@ -57,93 +47,114 @@ struct Item {
 // what to prefetch, 16 entries a group.
 constexpr int kRowOffsets = 2 * kTileLive + 2 * 16 * kTileGroups;
 
-// Where each request's share of the workspace begins, in floats. `g` counts groups from the
-// request's first; a step starts at group g and leaves the places of its other groups empty.
-struct Share {
-  size_t p;      // decode: probabilities of a step [g][HQ][16 * groups of the step]
-  size_t hist;   // decode: the maximum they refer to [g][HQ]
-  size_t o;      // decode: partial outputs [tile][HQ][D]
-  size_t ml;     // decode: maximum and sum [tile][HQ][2]
-  size_t units;  // chunk: score sums [HK][unit][s_len]
-  size_t sum;    // score sums of the request: [g][16] (decode), [s_len] (chunk)
-};
-
 struct Shape {
   int HQ, HK, G, D;
   int step;   // groups a decode takes at a time
   int split;  // runs of heads a decode tile is divided into
   bool scores;
+
+  bool counts(const Request& r) const { return scores && r.counted; }
+  int passes(const Request& r) const { return (r.n * G + kPassRows - 1) / kPassRows; }
+  // Runs of passes of a chunk, each with sums of its own: few enough for 64 MiB of them.
+  int units(const Request& r) const {
+    const int64_t most = counts(r) ? (int64_t(1) << 24) / (int64_t(HK) * r.s_len) : kMaxUnits;
+    const int units = passes(r) < kMaxUnits ? passes(r) : kMaxUnits;
+    return units <= most ? units : most < 1 ? 1 : int(most);
+  }
+};
+
+static inline size_t aligned(size_t floats) { return (floats + 15) / 16 * 16; }
+
+// What a decode keeps until its last item is done. `g` counts groups from the request's first; a
+// step starts at group g and leaves the places of its other groups empty.
+struct Partial {
+  float* p;     // probabilities of a step [g][HQ][16 * groups of the step]
+  float* hist;  // the maximum they refer to [g][HQ]
+  float* o;     // outputs [tile][HQ][D]
+  float* ml;    // maximum and sum [tile][HQ][2]
+  size_t size;  // of all, in floats
+
+  Partial(const Plan& plan, const Request& r, const Shape& s, float* base) {
+    const size_t groups = s.counts(r) ? plan.num_groups(r) : 0, tiles = r.t1 - r.t0;
+    p = base;
+    hist = p + aligned(groups * s.HQ * 16);
+    o = hist + aligned(groups * s.HQ);
+    ml = o + aligned(tiles * s.HQ * s.D);
+    size = size_t(ml - base) + aligned(tiles * s.HQ * 2);
+  }
+};
+
+// Where a request's sums lie, in floats.
+struct Share {
+  size_t units;  // chunk: of each run of passes [HK][unit][s_len]
+  size_t sum;    // of the request: [g][16] (decode), [s_len] (chunk)
 };
 
 // Carves the workspace; with a null base it only counts.
 struct Space {
-  std::atomic<int32_t>* remaining;
+  std::atomic<int32_t>* remaining;  // items of a request that are not done
+  std::atomic<int32_t>* buffer;     // where its Partial is, -1: nowhere yet
+  int32_t* free_buffers;
   Share* shares;
   Item* items;
-  float* floats;
+  float *floats, *partials;
   char* scratch;
-  size_t num_items = 0, scratch_each = 0, total = 0;
+  size_t num_items = 0, partial_each = 0, scratch_each = 0, total = 0;
   size_t sq, so, sp, sstat;  // offsets into one thread's scratch, in floats
 
   Space(const Plan& plan, const Shape& s, int threads, char* base) {
     const size_t R = plan.requests.size();
-    size_t at = 0, floats_needed = 0;
+    size_t at = 0, sums = 0;
     auto take = [&](size_t bytes) {
       size_t here = at;
-      at += padded(bytes);
+      at += (bytes + 63) / 64 * 64;
       return base ? base + here : nullptr;
     };
-    size_t max_tiles = 0, max_ld = 16 * s.step + 16, max_s = 16;
-    bool chunk_scores = false;
-    for (const Request& r : plan.requests) {
-      num_items += r.n == 0   ? 0
-                   : r.n == 1 ? size_t(s.split) * (r.t1 - r.t0)
-                              : size_t(s.HK) * units_of(r, s.G);
-      if (size_t(r.t1 - r.t0) > max_tiles) max_tiles = r.t1 - r.t0;
-      if (size_t(r.max_ld) > max_ld) max_ld = r.max_ld;
-      if (r.n > 1 && r.counted && s.scores) {
-        chunk_scores = true;
-        if (size_t(r.s_len) > max_s) max_s = r.s_len;
-      }
-    }
-    remaining = (std::atomic<int32_t>*)take(R * sizeof(std::atomic<int32_t>));
-    shares = (Share*)take(R * sizeof(Share));
-    items = (Item*)take(num_items * sizeof(Item));
     auto claim = [&](size_t n) {
-      size_t here = floats_needed;
-      floats_needed += (n + 15) / 16 * 16;
+      size_t here = sums;
+      sums += aligned(n);
       return here;
     };
+    for (const Request& r : plan.requests) num_items += items_of(r, s);
+    remaining = (std::atomic<int32_t>*)take(R * sizeof(std::atomic<int32_t>));
+    buffer = (std::atomic<int32_t>*)take(R * sizeof(std::atomic<int32_t>));
+    free_buffers = (int32_t*)take(threads * sizeof(int32_t));
+    shares = (Share*)take(R * sizeof(Share));
+    items = (Item*)take(num_items * sizeof(Item));
+    size_t max_tiles = 0, width = 16 * s.step + 16;
     for (size_t i = 0; i < R; i++) {
       const Request& r = plan.requests[i];
       Share sh{};
-      const size_t T = r.t1 - r.t0, groups = plan.num_groups(r);
-      const bool counted = s.scores && r.counted;
       if (r.n == 1) {
-        if (counted) {
-          sh.p = claim(groups * s.HQ * 16);
-          sh.hist = claim(groups * s.HQ);
-          sh.sum = claim(groups * 16);
-        }
-        sh.o = claim(T * s.HQ * s.D);
-        sh.ml = claim(T * s.HQ * 2);
-      } else if (counted) {
-        sh.units = claim(size_t(s.HK) * units_of(r, s.G) * r.s_len);
+        const size_t size = Partial(plan, r, s, nullptr).size;
+        if (size > partial_each) partial_each = size;
+        if (s.counts(r)) sh.sum = claim(size_t(plan.num_groups(r)) * 16);
+      } else if (r.n > 1 && s.counts(r)) {
+        sh.units = claim(size_t(s.HK) * s.units(r) * r.s_len);
         sh.sum = claim(r.s_len);
+        if (size_t(r.s_len) > width) width = r.s_len;
       }
+      if (size_t(r.max_ld) > width) width = r.max_ld;
+      if (size_t(r.t1 - r.t0) > max_tiles) max_tiles = r.t1 - r.t0;
       if (base) shares[i] = sh;
     }
-    floats = (float*)take(floats_needed * sizeof(float));
+    floats = (float*)take(sums * sizeof(float));
+    // A request in flight has an item in some thread's hands: as many as there are threads.
+    partials = (float*)take(partial_each * threads * sizeof(float));
     const size_t rows = s.G > kPassRows ? s.G : kPassRows;
     const size_t q_rows = size_t(s.HQ) > rows ? s.HQ : rows;
     sq = kRowOffsets * sizeof(int64_t) / sizeof(float);
     so = sq + q_rows * s.D;
     sstat = so + rows * s.D;
-    sp = (sstat + rows * (3 + max_tiles) + 15) / 16 * 16;
-    scratch_each = padded((sp + rows * (chunk_scores && max_s > max_ld ? max_s : max_ld)) *
-                          sizeof(float));
+    sp = aligned(sstat + rows * (2 + max_tiles));
+    scratch_each = (sp + aligned(rows * width)) * sizeof(float);
     scratch = take(scratch_each * threads);
     total = at;
+  }
+
+  static size_t items_of(const Request& r, const Shape& s) {
+    if (r.n == 0) return 0;
+    return r.n == 1 ? size_t(s.split) * (r.t1 - r.t0) : size_t(s.HK) * s.units(r);
   }
 };
 

@@ -1,5 +1,7 @@
 // The whole batch: items in order, threads that take the next one, sums into slots.
 #pragma once
+#include <sched.h>
+
 #include <new>
 
 #include "chunk.h"
@@ -19,12 +21,15 @@ struct Batch {
   Chunk<C> chunk;
   std::atomic<int64_t> next_item{0};
   std::atomic<int32_t> next_thread{0};
+  std::atomic_flag busy = ATOMIC_FLAG_INIT;  // guards the list of free buffers
+  int num_free;
 
   Batch(const Args& args, const Shape& shape, Space& sp)
       : a(args), plan(*args.plan), s(shape), space(sp), core{args, *args.plan, shape, sp},
         decode(core), chunk(core) {}
 
   void run(int threads) {
+    for (num_free = 0; num_free < threads; num_free++) space.free_buffers[num_free] = num_free;
     list_items();
     if (threads > 1)
       a.parallel([](void* self) { ((Batch*)self)->work(); }, this, unsigned(threads), 0);
@@ -41,8 +46,9 @@ struct Batch {
       for (size_t i = 0; i < plan.requests.size(); i++) {
         const Request& r = plan.requests[i];
         if (r.n == 0 || (r.n == 1) != one) continue;
-        const int parts = one ? r.t1 - r.t0 : units_of(r, s.G), heads = one ? s.split : s.HK;
+        const int parts = one ? r.t1 - r.t0 : s.units(r), heads = one ? s.split : s.HK;
         new (&space.remaining[i]) std::atomic<int32_t>(parts * heads);
+        new (&space.buffer[i]) std::atomic<int32_t>(-1);
         for (int part = 0; part < parts; part++)
           for (int h = 0; h < heads; h++)
             space.items[n++] = {int32_t(i), h, one ? part : parts - 1 - part};
@@ -59,26 +65,60 @@ struct Batch {
       const int64_t i = next_item.fetch_add(1, std::memory_order_relaxed);
       if (i >= int64_t(space.num_items)) return;
       const Item& it = space.items[i];
-      const bool one = plan.requests[it.request].n == 1;
-      if (one) {
-        decode.item(it, w);
+      if (plan.requests[it.request].n == 1) {
+        decode_item(it, w);
       } else {
         w.packed = -1;
         chunk.item(it, w);
+        if (last_of(it.request)) chunk.finish(it.request), scatter_now(it.request);
       }
-      if (space.remaining[it.request].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-      if (one)
-        decode.finish(it.request, w);
-      else
-        chunk.finish(it.request);
-      if (!plan.shared_slots) scatter(it.request);
     }
+  }
+
+  bool last_of(int request) {
+    return space.remaining[request].fetch_sub(1, std::memory_order_acq_rel) == 1;
+  }
+
+  // Partial results are kept in few buffers, used again and again: they stay in the cache while K
+  // and V stream by.
+  void decode_item(const Item& it, Scratch& w) {
+    std::atomic<int32_t>& buffer = space.buffer[it.request];
+    if (it.part == 0 && it.head == 0) {
+      int32_t mine;
+      locked([&] { mine = space.free_buffers[--num_free]; });
+      buffer.store(mine, std::memory_order_release);
+    }
+    int32_t which;  // items are taken in order: the first one is in some thread's hands already
+    wait_until([&] { return (which = buffer.load(std::memory_order_acquire)) >= 0; });
+    const Partial all(plan, plan.requests[it.request], s,
+                      space.partials + space.partial_each * which);
+    decode.item(it, all, w);
+    if (!last_of(it.request)) return;
+    decode.finish(it.request, all, w);
+    locked([&] { space.free_buffers[num_free++] = which; });
+    scatter_now(it.request);
+  }
+
+  // Waits are for a few instructions of another thread, unless it has lost its processor.
+  template <class F>
+  static void wait_until(F ready) {
+    for (int spins = 0; !ready(); spins++) spins < 1000 ? _mm_pause() : (void)sched_yield();
+  }
+  template <class F>
+  void locked(F f) {
+    wait_until([&] { return !busy.test_and_set(std::memory_order_acquire); });
+    f();
+    busy.clear(std::memory_order_release);
+  }
+
+  void scatter_now(int request) const {
+    if (!plan.shared_slots) scatter(request);
   }
 
   // step_scores[slot] += the request's sums.
   void scatter(int index) const {
     const Request& r = plan.requests[index];
-    if (r.n == 0 || !core.counts(r)) return;
+    if (r.n == 0 || !s.counts(r)) return;
     const float* sum = space.floats + space.shares[index].sum;
     for (int t = r.t0; t < r.t1; t++) {
       const Tile& tile = plan.tiles[t];

@@ -15,9 +15,9 @@ struct Chunk {
 
   void item(const Item& it, Scratch& w) const {
     const Request& r = plan.requests[it.request];
-    const int units = units_of(r, s.G), passes = passes_of(r, s.G);
+    const int units = s.units(r), passes = s.passes(r);
     float* sums = nullptr;
-    if (c.counts(r)) {
+    if (s.counts(r)) {
       sums = space.floats + space.shares[it.request].units +
              (int64_t(it.head) * units + it.part) * r.s_len;
       memset(sums, 0, sizeof(float) * r.s_len);
@@ -87,9 +87,9 @@ struct Chunk {
   // Add up the score sums of a request's heads and runs, in order.
   void finish(int index) const {
     const Request& r = plan.requests[index];
-    if (!c.counts(r)) return;
+    if (!s.counts(r)) return;
     const Share& sh = space.shares[index];
-    const int parts = s.HK * units_of(r, s.G);
+    const int parts = s.HK * s.units(r);
     for (int k = 0; k < r.s_len; k += 16) {
       V16 x = zero();
       const float* u = space.floats + sh.units + k;

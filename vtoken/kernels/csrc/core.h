@@ -60,7 +60,6 @@ struct Core {
   int live_before(const Tile& t, int g) const {
     return g < t.g1 ? plan.groups[g].live0 : t.live1;
   }
-  bool counts(const Request& r) const { return s.scores && r.counted; }
 
   // Query rows [row0, row0 + rows) of (request, head), scaled, in runs of [D][run].
   void pack_query(const Request& r, int h, int row0, int rows, float* q) const {

@@ -14,7 +14,7 @@ struct Decode {
 
   explicit Decode(const Core<C>& core) : c(core), plan(core.plan), s(core.s), space(core.space) {}
 
-  // Heads [h0, h1) of one tile; running maxima, sums and outputs are those of the tile.
+  // Heads [h0, h1) of one tile, and its running outputs, maxima and sums.
   struct Part {
     const Tile& t;
     int h0, h1;
@@ -30,13 +30,11 @@ struct Decode {
     return in_steps(t) && g + s.step < t.g1 ? g + s.step : t.g1;
   }
 
-  void item(const Item& it, Scratch& w) const {
+  void item(const Item& it, const Partial& all, Scratch& w) const {
     const Request& r = plan.requests[it.request];
-    const Share& sh = space.shares[it.request];
     const int h0 = it.head * s.HK / s.split, h1 = (it.head + 1) * s.HK / s.split;
     const int64_t first = int64_t(it.part) * s.HQ, packed = int64_t(it.request) * s.HK + h0;
-    const Part part{plan.tiles[r.t0 + it.part], h0, h1, space.floats + sh.o + first * s.D,
-                    space.floats + sh.ml + first * 2};
+    const Part part{plan.tiles[r.t0 + it.part], h0, h1, all.o + first * s.D, all.ml + first * 2};
     if (w.packed != packed)
       for (int h = h0; h < h1; h++)
         c.pack_query(r, h, 0, s.G, w.q + int64_t(h - h0) * s.G * s.D);
@@ -48,8 +46,8 @@ struct Decode {
     for (int g = part.t.g0, g1; g < part.t.g1; g = g1) {
       g1 = step_end(part.t, g);
       const int64_t place = g - plan.first_group(r);
-      float* p = c.counts(r) ? space.floats + sh.p + place * s.HQ * 16 : nullptr;
-      float* hist = c.counts(r) ? space.floats + sh.hist + place * s.HQ : nullptr;
+      float* p = s.counts(r) ? all.p + place * s.HQ * 16 : nullptr;
+      float* hist = all.hist + place * s.HQ;
       if (in_steps(part.t))
         list_ahead(part.t, g, g1, w);
       else
@@ -108,11 +106,10 @@ struct Decode {
   }
 
   // Combine a request's tiles: outputs, then score sums.
-  void finish(int index, Scratch& w) const {
+  void finish(int index, const Partial& all, Scratch& w) const {
     const Request& r = plan.requests[index];
-    const Share& sh = space.shares[index];
     const int tiles = r.t1 - r.t0;
-    float* ml = space.floats + sh.ml;
+    float* ml = all.ml;
     for (int hq = 0; hq < s.HQ; hq++) {
       float m = -INFINITY, z = 0;
       for (int t = 0; t < tiles; t++) m = std::fmax(m, ml[(t * s.HQ + hq) * 2]);
@@ -121,7 +118,7 @@ struct Decode {
         const float* x = ml + (t * s.HQ + hq) * 2;
         const float f = std::exp(x[0] - m);
         z += f * x[1];
-        const float* o = space.floats + sh.o + (int64_t(t) * s.HQ + hq) * s.D;
+        const float* o = all.o + (int64_t(t) * s.HQ + hq) * s.D;
         for (int d = 0; c.a.out && d < s.D; d += 16)
           store(w.o + d, fma(splat(f), load(o + d), load(w.o + d)));
       }
@@ -129,23 +126,26 @@ struct Decode {
       ml[2 * hq + 1] = 1.f / z;
       if (c.a.out) c.write_out(r.q0, hq, w.o, 1.f / z);
     }
-    if (!c.counts(r)) return;
+    if (!s.counts(r)) return;
+    float* sums = space.floats + space.shares[index].sum;
     for (int t = r.t0; t < r.t1; t++)
-      for (int g = plan.tiles[t].g0; g < plan.tiles[t].g1; g = step_end(plan.tiles[t], g))
-        step_sums(plan.tiles[t], g, g - plan.first_group(r), sh);
+      for (int g = plan.tiles[t].g0; g < plan.tiles[t].g1; g = step_end(plan.tiles[t], g)) {
+        const int64_t place = g - plan.first_group(r);
+        step_sums(plan.tiles[t], g, place, all, sums + place * 16);
+      }
   }
 
   // Score sums of one step: over heads, p * exp(hist - m) / z.
-  void step_sums(const Tile& t, int g, int64_t place, const Share& sh) const {
+  void step_sums(const Tile& t, int g, int64_t place, const Partial& all, float* sums) const {
     const int n = c.live_before(t, step_end(t, g)) - plan.groups[g].live0;
     const int64_t ld = (n + 15) / 16 * 16;
-    const float *p = space.floats + sh.p + place * s.HQ * 16, *mz = space.floats + sh.ml;
-    float* f = space.floats + sh.hist + place * s.HQ;
+    const float *p = all.p + place * s.HQ * 16, *mz = all.ml;
+    float* f = all.hist + place * s.HQ;
     for (int hq = 0; hq < s.HQ; hq++) f[hq] = std::exp(f[hq] - mz[2 * hq]) * mz[2 * hq + 1];
     for (int k = 0; k < n; k += 16) {
       V16 x = zero();
       for (int hq = 0; hq < s.HQ; hq++) x = fma(broadcast(f + hq), load(p + hq * ld + k), x);
-      store(space.floats + sh.sum + place * 16 + k, x);
+      store(sums + k, x);
     }
   }
 };
