@@ -17,7 +17,7 @@ def server(tmp_path_factory):
 
     started = Server(
         tmp_path_factory.mktemp("server") / "server.log",
-        *("--policy", "h2o", "--kv-budget-tokens", str(BUDGET_TOKENS)),
+        *("--policy", "h2o", "--kv-budget-tokens", str(BUDGET_TOKENS), "--evict-when", "always"),
         *("--num-kv-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE)),
         *("--max-model-len", str(MAX_MODEL_LEN)),
         vllm=("--api-key", API_KEY, "--structured-outputs-config", TERSE_JSON),

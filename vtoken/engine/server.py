@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError, EngineError
 
-DEFAULT_SETTINGS: dict[str, Any] = {"mode": "native"}
-"""vToken's settings where the user does not give them; a mode only where none at all is given."""
+DEFAULT_SETTINGS: dict[str, Any] = {"evict_when": "pressure"}
+"""vToken's settings where the user does not give them: nobody loses a token while there is room."""
 
 PLUGIN_NAME = "vtoken"
 ENDPOINT_GROUP = "vllm.endpoint_plugins"
@@ -42,12 +42,18 @@ def merge_settings(given: dict[str, Any], from_vllm: dict[str, Any]) -> VTokenCo
         ConfigError: one of them is wrong.
     """
     asked = {**from_vllm, **given}
-    defaults = {k: v for k, v in DEFAULT_SETTINGS.items() if not (asked and k == "mode")}
-    config = VTokenConfig.from_mapping({**defaults, **asked})
+    config = VTokenConfig.from_mapping({**DEFAULT_SETTINGS, **_platform_policy(), **asked})
     if config.trace or config.record_scores:
         key = "trace" if config.trace else "record_scores"
         raise ConfigError(key, getattr(config, key), "grows without end; not in a server")
     return config
+
+
+def _platform_policy() -> dict[str, str]:
+    """A default policy that this platform can run: scores exist on CPUs only."""
+    from vllm.platforms import current_platform
+
+    return {} if current_platform.is_cpu() else {"policy": "streaming-llm"}
 
 
 def vllm_argv(

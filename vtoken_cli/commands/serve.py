@@ -16,7 +16,7 @@ OWN = (
     Opt("no_status_page", switch=True, help="No pages at /vtoken and /vtoken/state."),
 )  # fmt: skip
 
-_DEFAULTS = {"mode": "native, or vtoken where one of these options is given"}
+_DEFAULTS = {"evict_when": "pressure"}
 _SHARED = [replace(row, default=_DEFAULTS.get(row.key, row.default)) for row in (*VTOKEN, *ENGINE)]
 
 
