@@ -192,6 +192,8 @@ class TraceEntry:
         live_ids: int32, ids < first_id that were live in that step, ascending.
         num_preemptions: how often the request had been preempted: KV before that is gone.
         num_blocks: distinct blocks the request held in that step.
+        is_sampled: the step drew a token; a chunk of a prompt, or of output that is computed again
+            after a preemption, does not.
     """
 
     req_id: str
@@ -201,3 +203,4 @@ class TraceEntry:
     live_ids: np.ndarray
     num_preemptions: int
     num_blocks: int
+    is_sampled: bool = True

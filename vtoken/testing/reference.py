@@ -78,17 +78,21 @@ def compare(
             so each preemption count is replayed on its own.
     """
     result = ReferenceResult()
+    # A token that was in flight at a preemption may be dropped and drawn again: the last one counts.
+    drawn_in = {e.first_id + e.num_new_tokens: e.num_preemptions for e in entries if e.is_sampled}
     for epoch in sorted({e.num_preemptions for e in entries}):
         mine = [e for e in entries if e.num_preemptions == epoch]
-        result.add(_compare_epoch(model, prompt_ids, output_ids, output_logprobs, mine))
+        ends = sorted(p for p, drawn in drawn_in.items() if drawn == epoch)
+        result.add(_compare_epoch(model, prompt_ids, output_ids, output_logprobs, mine, ends))
     return result
 
 
-def _compare_epoch(model, prompt_ids, output_ids, output_logprobs, entries) -> ReferenceResult:
+def _compare_epoch(
+    model, prompt_ids, output_ids, output_logprobs, entries, ends
+) -> ReferenceResult:
     import torch
 
     tokens = [*prompt_ids, *output_ids]
-    ends = [e.first_id + e.num_new_tokens for e in entries]
     first_out = len(prompt_ids)
     ends = [p for p in ends if first_out <= p < len(tokens)]
     if not ends:

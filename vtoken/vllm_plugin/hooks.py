@@ -556,6 +556,7 @@ class SchedulerHooks:
                     live_ids=live[live < first],
                     num_preemptions=request.num_preemptions,
                     num_blocks=sum(not b.is_null for b in blocks),
+                    is_sampled=first + n == request.num_tokens + request.num_output_placeholders,
                 )
             )
 
