@@ -160,7 +160,9 @@ def test_a_cell_fits_its_policy_and_what_the_user_says_wins() -> None:
 def _report(tmp_path) -> dict:
     replay = ReplayLog({"model": "m"}, VTokenConfig().model_dump(mode="json"))
     replay.arrivals.append(Arrival(3, "a", [1, 2], 5))
-    step = RequestStep("a", 4, kept=np.array([1, 0]), move_source=SOURCE, move_destination=DESTINATION)
+    step = RequestStep(
+        "a", 4, kept=np.array([1, 0]), move_source=SOURCE, move_destination=DESTINATION
+    )
     log = OperationLog()
     log.begin_step(7)
     log.record("move", SOURCE, DESTINATION)
