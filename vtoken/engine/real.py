@@ -102,6 +102,8 @@ class RealEngine(StepEngine):
             args.setdefault("kv_cache_memory_bytes", 2 << 30)
         if self.settings.async_scheduling:
             keep_async_scheduling()
+        else:  # said outright: an engine of this process may have kept it on for good
+            args.setdefault("async_scheduling", False)
 
     # ---- requests --------------------------------------------------------------------------
 
