@@ -138,7 +138,8 @@ GOOD = ("a", [20, 21], [8, 9])
         ([("a", [20, 8], [8, 9])], set(), None),  # a chain inside one request is read first
         ([GOOD, ("a", [30], [12])], set(), "same request"),
         ([GOOD, ("b", [30], [9])], set(), "write one slot"),
-        ([GOOD, ("b", [20], [12])], set(), "read one slot"),
+        ([("a", [20, 20], [8, 9])], set(), "read one slot"),
+        ([GOOD, ("b", [20], [12])], set(), None),  # two sharers copy out of one block
         ([GOOD, ("b", [8], [12])], set(), "source of one request"),
         ([("a", [20], [3])], set(), "null block"),
         ([("a", [2], [20])], set(), "null block"),

@@ -41,9 +41,9 @@ def test_never_more_than_the_request_has():
     assert peak_tokens(budget(tokens=64), 30, 16) == 30
 
 
-def test_scored_policies_wait_two_tokens_longer():
+def test_scores_are_asked_for_ahead_and_cost_no_room():
     plain, scored = budget("random", tokens=40), budget("tova", tokens=40)
-    assert peak_tokens(scored, 500, 1) == peak_tokens(plain, 500, 1) + 2
+    assert peak_tokens(scored, 500, 1) == peak_tokens(plain, 500, 1) == 40 + plain.interval_tokens
 
 
 def test_blocks_per_request_only_shrink_where_blocks_are_released():

@@ -26,3 +26,10 @@ def keep_async_scheduling() -> None:
 
     check_and_update_config.keeps_async = True
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def engine_runs_on_cpu() -> bool:
+    """Whether vLLM, as installed here, runs its models on the CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()

@@ -39,11 +39,10 @@ class Host:
 
 def detect_host(settings: ScanSettings) -> Host:
     """Find out what engines would run on. Imports vLLM."""
-    from vllm.platforms import current_platform
+    from vtoken.engine.cpu import default_block_size, engine_runs_on_cpu
 
-    if not current_platform.is_cpu():
+    if not engine_runs_on_cpu():
         return Host(is_cpu=False, memory_bytes=host_memory_bytes())
-    from vtoken.engine.cpu import default_block_size
 
     configs = [line.config(settings.config) for line in settings.series]
     return Host(
