@@ -158,6 +158,8 @@ class CPUAttention:
         self.work = None
         masks = runner.vtoken_layouts.masks
         holed = np.array([r in masks for r in batch.req_ids], bool) if masks else None
+        if holed is not None and not holed.any():
+            holed = None  # the requests with holes are not in this step's batch
         starts = runner.query_start_loc.np[: n + 1]
         num_queries = np.diff(starts)
         if self.scores is not None:
