@@ -117,6 +117,8 @@ class SchedulerHooks:
         self.counters.plan_s += time.perf_counter() - start
 
     def _decide(self, request, state: RequestState) -> None:
+        if state.budget is None:
+            return  # the request asked to keep all its tokens
         req_id, length = request.request_id, request.num_computed_tokens
         blocks = self.manager.req_to_blocks[req_id]
         self.sync(state, blocks, length)
@@ -404,7 +406,9 @@ class SchedulerHooks:
 
     def needs_scores(self, state: RequestState) -> bool:
         """Whether this request's policy reads scores."""
-        return self.scored and state.budget.policy.score_kind is not ScoreKind.NONE
+        if not self.scored or state.budget is None:
+            return False
+        return state.budget.policy.score_kind is not ScoreKind.NONE
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Refuse a request that could never be finished in this pool.
