@@ -1,0 +1,134 @@
+"""Pressure and copies on vLLM's real scheduler, with a worker model that sees a misplaced copy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from vtoken.config import VTokenConfig
+from vtoken.engine.dry import DryEngine, DrySettings
+from vtoken.engine.run import run_requests
+from vtoken.testing.engines import CheckedDryEngine
+from vtoken.testing.random_work import Workload, drive
+
+MODES = {
+    "pressure": {"evict_when": "pressure"},
+    "pressure-holes": {"evict_when": "pressure", "fragmentation_threshold": 0.4},
+    "copy": {"shared_prefix": "copy"},
+    "naive-copy": {"shared_prefix": "copy", "mode": "naive"},
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("mode", MODES)
+def test_random_work_keeps_every_invariant(mode, seed):
+    settings = {
+        "policy": ("random", "streaming-llm", "h2o")[seed % 3],
+        "sink_tokens": 2,
+        "eviction_interval_tokens": (4, 1, 6)[seed // 3],
+        **({"eviction_ratio": 0.6} if seed % 2 else {"kv_budget_tokens": 16}),
+        **({"recent_tokens": 2} if seed % 3 == 0 else {}),
+        **MODES[mode],
+    }
+    pool = DrySettings(
+        num_kv_blocks=(60, 24, 40)[seed % 3], block_size=4, max_model_len=256, max_num_seqs=8,
+        max_num_batched_tokens=(32, 64, 16)[seed % 3], enable_prefix_caching=True,
+        async_scheduling=seed >= 3,
+    )  # fmt: skip
+    engine = CheckedDryEngine(pool, VTokenConfig.from_mapping(settings), seed=seed)
+    drive(engine, seed, num_actions=40, workload=Workload(max_prompt_tokens=50, max_output_tokens=40))
+    assert engine.counters.evicted_tokens > 0
+
+
+def requests(count: int, output_len: int = 96):
+    return [
+        SimpleNamespace(
+            request_id=str(i),
+            prompt_token_ids=list(range(5, 5 + 60 + 30 * (i % 4))),
+            output_len=output_len,
+        )
+        for i in range(count)
+    ]
+
+
+def run(num_blocks: int, settings: dict | None, count: int = 16):
+    config = None if settings is None else VTokenConfig.from_mapping(settings)
+    pool = DrySettings(
+        num_kv_blocks=num_blocks, block_size=32, max_model_len=448, max_num_seqs=16,
+        max_num_batched_tokens=256,
+    )  # fmt: skip
+    engine = DryEngine(pool, config)
+    result = run_requests(engine, requests(count))
+    assert engine.check_idle() == []
+    assert len(result.finished) == count
+    return result
+
+
+ELASTIC = {"policy": "random", "kv_budget_tokens": 64, "evict_when": "pressure"}
+
+
+def test_nobody_loses_a_token_while_there_is_room():
+    roomy = run(200, ELASTIC)
+    assert roomy.counters.evicted_tokens == 0
+    assert roomy.stats.num_steps == run(200, None).stats.num_steps
+
+
+def test_under_pressure_nobody_is_preempted_and_less_is_dropped_than_always():
+    native, elastic = run(50, None), run(50, ELASTIC)
+    always = run(50, ELASTIC | {"evict_when": "always"})
+    assert native.stats.preemptions > 0
+    assert elastic.stats.preemptions == always.stats.preemptions == 0
+    assert 0 < elastic.counters.evicted_tokens < always.counters.evicted_tokens
+    assert elastic.stats.num_steps < native.stats.num_steps
+    assert elastic.stats.peak_running == 16
+
+
+def retained(mode: str, shared_prefix: str, degree: int, ratio: float):
+    """The paper's Table 1, scaled: a warm prefix, then `degree` requests that share it."""
+    config = VTokenConfig.from_mapping(
+        {"mode": mode, "policy": "random", "eviction_ratio": ratio, "shared_prefix": shared_prefix}
+    )
+    pool = DrySettings(
+        num_kv_blocks=3000, max_model_len=4096, max_num_batched_tokens=8192,
+        enable_prefix_caching=True,
+    )  # fmt: skip
+    engine = DryEngine(pool, config)
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(5, 50000, 512).tolist()
+    one = [SimpleNamespace(request_id="warm", prompt_token_ids=prefix, output_len=1)]
+    run_requests(engine, one)
+    sharers = [
+        SimpleNamespace(
+            request_id=str(i),
+            prompt_token_ids=prefix + rng.integers(5, 50000, 512).tolist(),
+            output_len=64,
+        )
+        for i in range(degree)
+    ]
+    result = run_requests(engine, sharers, check_every=1)
+    assert engine.check_idle() == []
+    return result.stats.retained_blocks_per_request, result.counters
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_private_suffixes_shrink_beside_a_protected_prefix(degree):
+    naive, _ = retained("naive", "protect", degree, 0.5)
+    ours, counters = retained("vtoken", "protect", degree, 0.5)
+    assert 0.28 <= 1 - ours / naive <= 0.45
+    assert counters.shared_tokens_skipped > 0 and counters.copies == 0
+
+
+def test_copy_declines_where_it_does_not_pay_and_wins_where_it_does():
+    for degree in (2, 4):
+        protect, _ = retained("vtoken", "protect", degree, 0.5)
+        copy, counters = retained("vtoken", "copy", degree, 0.5)
+        assert abs(copy - protect) <= 1.0
+    assert counters.copies_declined > 0
+    protect, _ = retained("vtoken", "protect", 2, 0.7)
+    copy, counters = retained("vtoken", "copy", 2, 0.7)
+    assert copy < protect - 1.0 and counters.copies > 0
+    assert counters.released_blocks < counters.dropped_blocks  # the first sharer frees nothing
