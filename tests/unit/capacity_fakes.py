@@ -189,7 +189,7 @@ class FakeWorld:
         return self.dry[-1]
 
 
-def make_requests(num: int, repeat: int, prompt_len: int = 256, output_len: int = 768):
+def make_requests(num: int, repeat: int, prompt_len: int, output_len: int):
     """Requests whose prompts spell (repeat, index)."""
     return [
         WorkloadRequest(

@@ -46,15 +46,14 @@ class CapacityScan(ScanSetup):
             ConfigError: a setting is wrong, or a pool cannot hold one packed request.
             EngineError: an engine failed.
         """
-        deadline = Deadline(self.settings.time_limit_s, self._clock)
         try:
             self._prepare()
             if self.settings.dry_run:
-                self._scan_dry(self.result.main, deadline)
+                self._scan_dry(self.result.main, share=1.0)
                 return self.result
             if self.result.modelled is not None:
-                self._scan_dry(self.result.modelled, deadline.part(MODELLED_SHARE))
-            self._scan_measured(deadline)
+                self._scan_dry(self.result.modelled, share=MODELLED_SHARE)
+            self._scan_measured()
         except KeyboardInterrupt:
             if self.result.main is None:
                 raise
@@ -63,7 +62,13 @@ class CapacityScan(ScanSetup):
 
     # ---- the two halves ----------------------------------------------------------------------
 
-    def _scan_dry(self, half: ScanHalf, deadline: Deadline) -> None:
+    def _deadline(self, share: float = 1.0) -> Deadline:
+        """The time limit, or a share of it, from now: what came before does not count."""
+        limit_s = self.settings.time_limit_s
+        return Deadline(None if limit_s is None else share * limit_s, self._clock)
+
+    def _scan_dry(self, half: ScanHalf, share: float) -> None:
+        deadline = self._deadline(share)
         engines = self._dry_engines(half.pool)
         self._note_made_up_scores()
         self._listener.stage(f"dry run: {half.pool} ({half.pool.how})")
@@ -128,7 +133,7 @@ class CapacityScan(ScanSetup):
             self._expected[Series(row["mode"], row["policy"])] = row["max_concurrency"]
         return {line: max(1, self._expected[line]) for line in guesses}
 
-    def _scan_measured(self, deadline: Deadline) -> None:
+    def _scan_measured(self) -> None:
         half, settings = self.result.main, self.settings
         self._add_lines_that_do_not_fit(half)
         guesses = self._pick_points(half.pool)
@@ -138,7 +143,7 @@ class CapacityScan(ScanSetup):
         measure = Measuring(
             engines=self._real_engines(limits, max_num_seqs=most),
             times=self._times,
-            deadline=deadline,
+            deadline=self._deadline(),
             prompts=self._prompts,
             repeats=settings.repeats,
             listener=self._listener,

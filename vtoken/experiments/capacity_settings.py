@@ -45,7 +45,8 @@ class ScanSettings:
     prompt_len, output_len: tokens; None takes 256 and 768, or the dataset's own lengths.
     dataset_path: prompts of its own length, or cut from its text where `prompt_len` is given.
     repeats: runs of each point; each has prompts of its own.
-    time_limit_s: no point starts that would overrun it; None is no limit.
+    time_limit_s: no measured point starts that would overrun it, from the first engine's start;
+        a dry half may take a quarter of it. None is no limit.
     dry_run: no model: vLLM's scheduler and block pool alone.
     """
 

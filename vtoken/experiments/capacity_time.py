@@ -98,11 +98,6 @@ class Deadline:
     def left_s(self) -> float:
         return float("inf") if self.limit_s is None else self.limit_s - self.elapsed_s
 
-    def part(self, share: float) -> Deadline:
-        """A deadline of its own at a share of the whole limit, from now."""
-        limit_s = None if self.limit_s is None else min(share * self.limit_s, self.left_s)
-        return Deadline(limit_s, self._clock)
-
     def has_room(self, predicted_s: float | None, reserved_s: float = 0.0) -> bool:
         """Whether something that takes this long may start now."""
         return self.left_s > 0 and (predicted_s or 0.0) + reserved_s <= self.left_s

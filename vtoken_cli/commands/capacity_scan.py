@@ -32,7 +32,7 @@ OWN = (
         help="Runs of each point, with prompts of their own; throughput is their mean."),
     Opt("time_limit_s", "--time-limit", parse=duration_s, metavar="TIME",
         default="5m where no pool is given, else none",
-        help="No point starts that would overrun it."),
+        help="No measured point starts that would overrun it, from the first engine's start."),
     Opt("dry_run", switch=True, help="vLLM's scheduler and block pool with no model."),
 )  # fmt: skip
 
