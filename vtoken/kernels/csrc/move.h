@@ -38,15 +38,23 @@ struct Mover {
   void one(T* kv, T* buffer) const {
     const int64_t D = a.head_size, step = a.k_group;
     for (int64_t i = 0; i < a.count; i++) {
-      const T *k = kv + k_cell(a.src[i]), *v = kv + v_cell(a.src[i]);
+      const int64_t next = a.src[i + 1 < a.count ? i + 1 : i];
+      const T *k = kv + k_cell(a.src[i]), *v = kv + v_cell(a.src[i]), *kn = kv + k_cell(next);
       T* b = buffer + i * 2 * D;
-      for (int64_t d = 0; d < D; d++) b[d] = k[d * step];
+      for (int64_t d = 0; d < D; d++) {
+        __builtin_prefetch(kn + d * step);  // one cell a cache line: latency is all there is
+        b[d] = k[d * step];
+      }
       memcpy(b + D, v, D * sizeof(T));
     }
     for (int64_t i = 0; i < a.count; i++) {
-      T *k = kv + k_cell(a.dst[i]), *v = kv + v_cell(a.dst[i]);
+      const int64_t next = a.dst[i + 1 < a.count ? i + 1 : i];
+      T *k = kv + k_cell(a.dst[i]), *v = kv + v_cell(a.dst[i]), *kn = kv + k_cell(next);
       const T* b = buffer + i * 2 * D;
-      for (int64_t d = 0; d < D; d++) k[d * step] = b[d];
+      for (int64_t d = 0; d < D; d++) {
+        __builtin_prefetch(kn + d * step, 1);
+        k[d * step] = b[d];
+      }
       memcpy(v, b + D, D * sizeof(T));
     }
   }
