@@ -108,30 +108,11 @@ class PressureControl:
             # Its holes count as room: they are filled before the allocation fails.
             live = num_computed_tokens - state.table.num_evicted_tokens - planned
             room += len(hooks.manager.req_to_blocks[request.request_id]) * N - live
-        idle_hits: list = []
-        if state is None and room - num_computed_tokens < num_new_tokens:
-            # Blocks that it hits and nobody holds still count as free.
-            idle_hits = self._idle_hits(request, num_computed_tokens)
-            room -= len(idle_hits) * N
-        # With the last chunk decoding begins, and nothing can be evicted before its scores are here.
-        is_last = num_computed_tokens + num_new_tokens >= request.num_tokens
-        spare = SCORE_DELAY_STEPS - 1 if is_last and hooks.scored else 0
-        if room >= num_new_tokens + spare:
+        if room >= num_new_tokens:
             return num_new_tokens
-        if min(room, num_new_tokens - 1) >= 1:
-            return min(room, num_new_tokens - 1)
-        if idle_hits and not running:
-            # Alone, and its hits fill the pool: it could never start. Compute the last anew.
-            self.pool.evict_blocks({idle_hits[-1].block_id})
-            return 0
-        return 0 if others or state is not None else num_new_tokens
-
-    def _idle_hits(self, request, num_hit_tokens: int) -> list:
-        """Blocks of a waiting request's prefix hit that no request holds."""
-        group = [self.hooks.manager.kv_cache_group_id]
-        hashes = request.block_hashes[: num_hit_tokens // self.block_size]
-        found = [self.pool.get_cached_block(h, group) for h in hashes]
-        return [blocks[0] for blocks in found if blocks and blocks[0].ref_cnt == 0]
+        if room < 1:
+            return 0 if others or state is not None else num_new_tokens
+        return room
 
     # ---- shortage --------------------------------------------------------------------------
 
