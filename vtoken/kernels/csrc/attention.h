@@ -78,7 +78,7 @@ struct Partial {
     const size_t groups = s.counts(r) ? plan.num_groups(r) : 0, tiles = r.t1 - r.t0;
     p = base;
     hist = p + aligned(groups * s.HQ * 16);
-    o = hist + aligned(groups * s.HQ);
+    o = hist + aligned(groups * s.HQ + 16);  // read 16 at a time
     ml = o + aligned(tiles * s.HQ * s.D);
     size = size_t(ml - base) + aligned(tiles * s.HQ * 2);
   }
@@ -147,7 +147,8 @@ struct Space {
     so = sq + q_rows * s.D;
     sstat = so + rows * s.D;
     sp = aligned(sstat + rows * (2 + max_tiles));
-    scratch_each = (sp + aligned(rows * width)) * sizeof(float);
+    const size_t p_floats = rows * width, heads = 3 * aligned(s.HQ);
+    scratch_each = (sp + aligned(p_floats > heads ? p_floats : heads)) * sizeof(float);
     scratch = take(scratch_each * threads);
     total = at;
   }

@@ -24,8 +24,10 @@ struct Decode {
   // A tile with few holes is read in steps of a few groups, all heads of them, K then V: the order
   // they have in memory, which long reads like better than a head at a time (about a fifth faster
   // where memory is the limit). A holed tile is taken head by head as a whole: steps would be of
-  // uneven length, and mispredicted loop ends cost more than the memory gains.
-  bool in_steps(const Tile& t) const { return t.live1 - t.live0 > 16 * (t.g1 - t.g0 - 1); }
+  // uneven length, and mispredicted loop ends cost more than the memory gains. So are scores alone.
+  bool in_steps(const Tile& t) const {
+    return c.a.out && t.live1 - t.live0 > 16 * (t.g1 - t.g0 - 1);
+  }
   int step_end(const Tile& t, int g) const {
     return in_steps(t) && g + s.step < t.g1 ? g + s.step : t.g1;
   }
@@ -83,7 +85,7 @@ struct Decode {
     float* o = part.o + int64_t(h) * s.G * s.D;
     const int64_t *v_at = w.rows + 2 * kTileLive, *k_at = v_at + 16 * kTileGroups;
     if (steps)
-      c.logits(q, s.G, g, g1, h, live0, ld, {c.head(h), c.a.out ? v_at : nullptr, 16, 0}, w.p);
+      c.logits(q, s.G, g, g1, h, live0, ld, {c.head(h), v_at, 16, 0}, w.p);
     else
       c.tile_logits(q, s.G, t, h, v_at, w.p);
     for (int i = 0; i < s.G; i++) {
@@ -92,7 +94,7 @@ struct Decode {
       c.absorb(x, n, ml[0], ml[1], o + int64_t(i) * s.D);
       if (!p) continue;
       hist[hq] = ml[0];
-      float* kept = p + int64_t(hq) * ((n + 15) / 16 * 16);
+      float* kept = p + hq * int64_t(aligned(n));
       for (int k = 0; k < n; k += 16) store(kept + k, load(x + k));
     }
     if (!c.a.out) return;
@@ -109,7 +111,8 @@ struct Decode {
   void finish(int index, const Partial& all, Scratch& w) const {
     const Request& r = plan.requests[index];
     const int tiles = r.t1 - r.t0;
-    float* ml = all.ml;
+    const size_t heads = aligned(s.HQ);
+    float *ml = all.ml, *top = w.p, *inverse = top + heads, *factor = inverse + heads;
     for (int hq = 0; hq < s.HQ; hq++) {
       float m = -INFINITY, z = 0;
       for (int t = 0; t < tiles; t++) m = std::fmax(m, ml[(t * s.HQ + hq) * 2]);
@@ -122,8 +125,8 @@ struct Decode {
         for (int d = 0; c.a.out && d < s.D; d += 16)
           store(w.o + d, fma(splat(f), load(o + d), load(w.o + d)));
       }
-      ml[2 * hq] = m;  // the first tile's place: not needed any more
-      ml[2 * hq + 1] = 1.f / z;
+      top[hq] = m;
+      inverse[hq] = 1.f / z;
       if (c.a.out) c.write_out(r.q0, hq, w.o, 1.f / z);
     }
     if (!s.counts(r)) return;
@@ -131,17 +134,19 @@ struct Decode {
     for (int t = r.t0; t < r.t1; t++)
       for (int g = plan.tiles[t].g0; g < plan.tiles[t].g1; g = step_end(plan.tiles[t], g)) {
         const int64_t place = g - plan.first_group(r);
-        step_sums(plan.tiles[t], g, place, all, sums + place * 16);
+        for (int hq = 0; hq < s.HQ; hq += 16) {
+          V16 x = exp16(sub(load(all.hist + place * s.HQ + hq), load(top + hq)));
+          store(factor + hq, mul(x, load(inverse + hq)));
+        }
+        step_sums(plan.tiles[t], g, all.p + place * s.HQ * 16, factor,
+                  sums + place * 16);
       }
   }
 
-  // Score sums of one step: over heads, p * exp(hist - m) / z.
-  void step_sums(const Tile& t, int g, int64_t place, const Partial& all, float* sums) const {
+  // Score sums of one step: over heads, p * f, with f = exp(hist - top) * inverse.
+  void step_sums(const Tile& t, int g, const float* p, const float* f, float* sums) const {
     const int n = c.live_before(t, step_end(t, g)) - plan.groups[g].live0;
-    const int64_t ld = (n + 15) / 16 * 16;
-    const float *p = all.p + place * s.HQ * 16, *mz = all.ml;
-    float* f = all.hist + place * s.HQ;
-    for (int hq = 0; hq < s.HQ; hq++) f[hq] = std::exp(f[hq] - mz[2 * hq]) * mz[2 * hq + 1];
+    const int64_t ld = aligned(n);
     for (int k = 0; k < n; k += 16) {
       V16 x = zero();
       for (int hq = 0; hq < s.HQ; hq++) x = fma(broadcast(f + hq), load(p + hq * ld + k), x);
