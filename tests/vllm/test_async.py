@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from one_engine import engine_for, live_sets, prompts, run, traces
-from replay import assert_equals_reference, assert_live_sets
+from replay import against_reference, assert_equals_reference, assert_live_sets
 
 from vtoken.config import VTokenConfig
 from vtoken.vllm_plugin.scheduler import VTokenAsyncScheduler, VTokenScheduler
@@ -74,7 +74,5 @@ def test_aborts_and_preemptions_in_flight(hf_model):
     assert sorted(f.req_id.split("-")[0] for f in done) == ["r0", "r2", "r3", "r5"]
     assert engine.counters.preemptions == 4
     # A token sampled before the preemption is replayed under its own epoch, or dropped with it.
-    from replay import against_reference
-
     result = against_reference(engine, hf_model("tiny-llama"), done)
     assert result.tokens >= 4 * 40 - 8 and not result.mismatches
