@@ -70,7 +70,7 @@ def test_the_entry_point_does_it_all_in_spawned_processes(tmp_path, model_path):
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }  # fmt: skip
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: PLW1510 - the return code is looked at below
         [sys.executable, str(script), str(model_path("tiny-llama")), str(decisions)],
         env=env, cwd=tmp_path, capture_output=True, text=True, timeout=800,
     )  # fmt: skip
