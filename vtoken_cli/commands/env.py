@@ -75,7 +75,7 @@ def _print_report(run: Run, report: dict[str, Any]) -> None:
     facts.add_row("CPU flags", " ".join(cpu["flags"]) or "none of interest")
     facts.add_row("GPUs", ", ".join(gpu["name"] for gpu in report["gpus"]) or "none")
     facts.add_row("compiler", compiler["version"] or "none found")
-    facts.add_row("kernels", f"{report['kernels']['attention']}: {report['kernels']['reason']}")
+    facts.add_row("kernels", report["kernels"]["reason"])
     facts.add_row("Intel OpenMP", report["openmp"] or "not used")
     support = Table("feature", "state", "test or reason", title="Support", title_justify="left")
     for row in report["support"]:
