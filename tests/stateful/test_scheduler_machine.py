@@ -32,7 +32,7 @@ def profile(max_examples: int, num_rules: int, **changes) -> settings:
 def test_machine():
     """No block, token or hash is ever wrong, whatever arrives."""
     machine = scheduler_machine(victims=reference_victims)
-    run_state_machine_as_test(machine, settings=profile(40, 25))
+    run_state_machine_as_test(machine, settings=profile(120, 30))
 
 
 @pytest.mark.slow
