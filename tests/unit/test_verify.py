@@ -154,6 +154,18 @@ def test_a_cell_fits_its_policy_and_what_the_user_says_wins() -> None:
         assert cell.config({"eviction_interval_tokens": 9}).eviction_interval_tokens == 9
 
 
+def test_a_cell_in_which_nothing_was_evicted_shows_nothing() -> None:
+    pytest.importorskip("torch")
+    from vtoken.testing.reference import ReferenceResult
+    from vtoken.verify.suites import CellResult, Report
+
+    cell = next(iter(build_matrix(["h2o"], ["packed"], full=False).values()))[0]
+    report = Report(cells=[CellResult(cell, Tally(changes=1), ReferenceResult())])
+    assert report.passed
+    report.cells.append(CellResult(cell, Tally(), ReferenceResult()))
+    assert not report.passed and "nothing was evicted" in report.failures()[0]
+
+
 # ---- reports ------------------------------------------------------------------------------------
 
 

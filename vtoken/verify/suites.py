@@ -92,6 +92,9 @@ class Report:
             wrong.append(
                 f"a log-probability differs by {diff:.1e}, {MAX_LOGPROB_DIFF:.0e} is allowed"
             )
+        idle = [f"{c.cell.policy} {c.cell.layout}" for c in self.cells if not c.tally.changes]
+        if idle:
+            wrong.append(f"nothing was evicted, so nothing was shown, for: {', '.join(idle)}")
         missed = [f.fault.name for f in self.faults if not f.detected]
         if missed:
             wrong.append(f"faults not seen by their check: {', '.join(missed)}")

@@ -23,9 +23,14 @@ def staggered_prompts(
 def sharing_prompts(
     num: int, prompt_len: int, output_len: int, vocab_size: int, seed: int, repeat: int
 ) -> list[WorkloadRequest]:
-    """Random prompts that share their first half (whole blocks of 32 tokens), two and two."""
+    """Random prompts after a prefix of whole blocks of 32, shared two and two.
+
+    Args:
+        prompt_len: tokens of a prompt's own. Shared ones do not count against a budget while
+            another request holds their blocks, so they are on top of it.
+    """
     prefix_len = max(32, prompt_len // 64 * 32)
     return shared_prefix_prompts(
-        num, output_len, degree=2, prefix_len=prefix_len, suffix_len=max(16, prompt_len - prefix_len),
+        num, output_len, degree=2, prefix_len=prefix_len, suffix_len=prompt_len,
         vocab_size=vocab_size, seed=seed, repeat=repeat,
     )  # fmt: skip
