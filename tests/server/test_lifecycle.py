@@ -43,14 +43,19 @@ def test_it_serves(bare):
     assert answer.usage.completion_tokens == 5
 
 
-def test_options_of_a_request_need_a_server_that_evicts(bare):
+def test_it_evicts_for_a_request_that_asks(bare):
+    """Bare, it evicts under pressure only, so a request may ask for a budget; not below the floor."""
     import openai
 
-    with pytest.raises(openai.BadRequestError, match="does not evict"):
-        bare.client().completions.create(
+    def complete(budget: int):
+        return bare.client().completions.create(
             model="tiny-llama", prompt="hello", max_tokens=5,
-            extra_body={"vllm_xargs": {"vtoken_kv_budget_tokens": 64}},
+            extra_body={"vllm_xargs": {"vtoken_kv_budget_tokens": budget}},
         )  # fmt: skip
+
+    assert complete(256).usage.completion_tokens == 5
+    with pytest.raises(openai.BadRequestError, match="vtoken_kv_budget_tokens.*at least"):
+        complete(2)
 
 
 def test_a_dead_engine_ends_the_server(bare):

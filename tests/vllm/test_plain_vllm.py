@@ -103,7 +103,7 @@ def engine_args(model_path, monkeypatch):
 
 class TestClasses:
     def test_set_where_the_user_set_none(self, engine_args):
-        config = engine_args({"policy": "random"})
+        config = engine_args({"policy": "random"}, async_scheduling=False)
         assert config.scheduler_config.scheduler_cls == plugin.SCHEDULER
         assert config.parallel_config.worker_cls == plugin.CPU_WORKER
 

@@ -145,6 +145,8 @@ class RealEngine(StepEngine):
 
     def abort(self, req_ids: Sequence[str]) -> None:
         self.llm_engine.abort_request(list(req_ids))
+        for req_id in req_ids:  # a later request may bear the same name
+            self._num_output.pop(req_id, None)
 
     def has_unfinished(self) -> bool:
         return self.llm_engine.has_unfinished_requests() or self.scheduler.has_requests()
