@@ -61,6 +61,7 @@ def run_requests(
     requests: Sequence,
     *,
     max_concurrency: int | None = None,
+    by_arrival: bool = False,
     logprobs: bool = False,
     ignore_eos: bool = True,
     should_stop: Callable[[RunStats], bool] | None = None,
@@ -72,6 +73,8 @@ def run_requests(
     Args:
         requests: objects with request_id, prompt_token_ids and output_len (WorkloadRequest).
         max_concurrency: how many are in the engine at a time; None: all at once.
+        by_arrival: open loop: a request enters at its `arrival_s`, and its times count from
+            then, however long a step kept it waiting. Requests are sorted by arrival.
         should_stop: asked after every step; True aborts what is left.
         on_step: told (finished requests, output tokens so far) after every step.
         check_every: check all invariants after every this many steps; 0: never.
@@ -89,14 +92,22 @@ def run_requests(
     try:
         while waiting or engine.has_unfinished():
             while waiting and (max_concurrency is None or in_flight < max_concurrency):
+                now = time.perf_counter() - start
+                if by_arrival and waiting[-1].arrival_s > now:
+                    break
                 request = waiting.pop()
-                run.times[request.request_id] = RequestTimes(time.perf_counter() - start)
+                run.times[request.request_id] = RequestTimes(
+                    request.arrival_s if by_arrival else now
+                )
                 engine.add(
                     request.request_id, request.prompt_token_ids, request.output_len,
                     logprobs=logprobs, ignore_eos=ignore_eos,
                 )  # fmt: skip
                 in_flight += 1
                 run.num_prompt_tokens += len(request.prompt_token_ids)
+            if not in_flight and waiting:  # nothing to do before the next arrival
+                time.sleep(max(0.0, waiting[-1].arrival_s - (time.perf_counter() - start)))
+                continue
             new_tokens, finished = engine.step()
             now = time.perf_counter() - start
             for req_id, count in new_tokens.items():
