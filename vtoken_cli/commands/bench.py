@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vtoken_cli.options import ENGINE, VTOKEN, Opt, Run, command
-from vtoken_cli.parsers import comma_list, count, json_object, number, text
+from vtoken_cli.parsers import choice, comma_list, count, json_object, number, text
 
 if TYPE_CHECKING:
     from vtoken.experiments.bench.settings import BenchSettings
@@ -64,6 +64,8 @@ OWN = (
         help="Limits in ms that a request must keep to count in request_goodput."),
     Opt("repeats", parse=count, metavar="N", default="3",
         help="Pairs of every comparison, each with prompts of its own."),
+    Opt("clock", parse=choice("wall", "cpu"), metavar="wall|cpu", default="wall",
+        help="cpu: times are this process's CPU time, on a machine that others use as well."),
     Opt("ratios", parse=numbers, metavar="F,...", default="0.3,0.5,0.7",
         help="Eviction ratios of memory, sensitivity and quality."),
     Opt("ref_concurrency", parse=count, metavar="N", default="8",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vtoken.experiments import plots
 from vtoken.experiments.bench.context import SuiteResult
-from vtoken.experiments.plot_style import COLOURS, POLICY_COLOURS, new_figure, save
+from vtoken.experiments.plot_style import COLOURS, DASHES, POLICY_COLOURS, new_figure, save
 
 Row = Mapping[str, object]
 
@@ -137,3 +137,68 @@ def draw_sla(suite: SuiteResult, folder: Path) -> list[Path]:
             )
         )
     return paths
+
+
+def draw_quality(suite: SuiteResult, folder: Path) -> list[Path]:
+    """Accuracy by budget, a plot per task."""
+    paths = []
+    for task in dict.fromkeys(row["task"] for row in suite.rows):
+        rows = [row for row in suite.rows if row["task"] == task and row["policy"]]
+        path = folder / f"quality_{task}.png"
+        paths.append(plots.quality_by_budget(rows, path, title=f"Accuracy by budget: {task}"))
+    return paths
+
+
+def draw_sensitivity(suite: SuiteResult, folder: Path) -> list[Path]:
+    """Figure 12: a plot per factor, values relative to the default."""
+    paths = []
+    names = {
+        "normalized_retained_capacity": "retained capacity",
+        "normalized_output_throughput": "throughput",
+        "normalized_p95_e2el": "p95 latency",
+    }
+    for factor in dict.fromkeys(row["factor"] for row in suite.rows):
+        rows = [row for row in suite.rows if row["factor"] == factor]
+        figure, axes = new_figure(f"Sensitivity to the {factor.replace('_', ' ')}", rows)
+        groups = list(dict.fromkeys((row["policy"], row["workload"]) for row in rows))
+        for number, (policy, workload) in enumerate(groups):
+            group = [r for r in rows if (r["policy"], r["workload"]) == (policy, workload)]
+            for colour, (key, name) in zip(POLICY_COLOURS, names.items(), strict=False):
+                known = [row for row in group if row.get(key) is not None]
+                label = name if len(groups) == 1 else f"{name}, {policy}, {workload}"
+                axes.plot(
+                    [row["value"] for row in known], [row[key] for row in known],
+                    color=colour, marker="o", linestyle=DASHES[number % len(DASHES)], label=label,
+                )  # fmt: skip
+        axes.axhline(1.0, color="#5b6472", linewidth=0.8)
+        axes.set_xlabel(factor.replace("_", " "))
+        axes.set_ylabel("relative to the default")
+        axes.set_ylim(bottom=0)
+        paths.append(
+            save(figure, axes, folder / f"sensitivity_{factor}.png", legend=True, legend_below=True)
+        )
+    return paths
+
+
+def draw_prefix(suite: SuiteResult, folder: Path) -> list[Path]:
+    """Retained blocks per request by sharing degree."""
+    rows = [row for row in suite.rows if row.get("vtoken_retained_blocks_per_request") is not None]
+    figure, axes = new_figure("Retained blocks by sharing degree", rows)
+    groups = list(
+        dict.fromkeys((r["mode"], r["policy"], r.get("shared_prefix") or "") for r in rows)
+    )
+    for number, (mode, policy, kind) in enumerate(groups):
+        group = [
+            r for r in rows
+            if (r["mode"], r["policy"], r.get("shared_prefix") or "") == (mode, policy, kind)
+        ]  # fmt: skip
+        label = ", ".join(filter(None, (mode, policy, kind if mode == "vtoken" else "")))
+        axes.plot(
+            [row["sharing_degree"] for row in group],
+            [row["vtoken_retained_blocks_per_request"] for row in group],
+            color=COLOURS[mode], linestyle=DASHES[number % len(DASHES)], marker="o", label=label,
+        )  # fmt: skip
+    axes.set_xlabel("requests that share a prefix")
+    axes.set_ylabel("blocks per request")
+    axes.set_ylim(bottom=0)
+    return [save(figure, axes, folder / "prefix_retained_blocks.png", legend=True)]

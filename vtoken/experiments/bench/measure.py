@@ -61,6 +61,7 @@ def measure(
     timed: bool = True,
     watch_layouts: bool = False,
     on_tokens: Callable[[int], None] | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> Record:
     """Run requests on an idle engine.
 
@@ -68,6 +69,7 @@ def measure(
         timed: there is a model, and times mean something.
         watch_layouts: look at blocks while it runs, at some cost.
         on_tokens: told the output tokens so far.
+        clock: as in `run_requests`.
 
     Raises:
         ConfigError: a request can never fit the pool.
@@ -87,7 +89,7 @@ def measure(
     try:
         run = run_requests(
             engine, requests, max_concurrency=max_concurrency, by_arrival=by_arrival,
-            ignore_eos=ignore_eos, on_step=on_step,
+            ignore_eos=ignore_eos, on_step=on_step, clock=clock,
         )  # fmt: skip
     finally:
         hit_frac = hits.stop()

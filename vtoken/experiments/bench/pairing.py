@@ -105,7 +105,13 @@ class PairRunner:
             left = max(0.0, self._planned_tokens - done)
             left_s = left * self._measured_s / self._measured_tokens
             text += f", about {duration_text(left_s)} left"
-        self.listener.progress(done, max(self._planned_tokens, done), text)
+        # Never quite done: plans may grow.
+        self.listener.progress(done, max(self._planned_tokens, done + 1), text)
+
+    def note_done(self, num_tokens: float, text: str) -> None:
+        """Count work that was announced as done."""
+        self._done_tokens += num_tokens
+        self._tell(0, text)
 
     # ---- runs --------------------------------------------------------------------------------
 
@@ -145,6 +151,7 @@ class PairRunner:
             timed=not self.session.dry_run,
             watch_layouts=watch_layouts,
             on_tokens=lambda n: self._tell(n, label),
+            clock=time.process_time if self.settings.clock == "cpu" else None,
         )  # fmt: skip
         self._measured_s += time.monotonic() - start
         self._measured_tokens += sum(r.output_len for r in requests)

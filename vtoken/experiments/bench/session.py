@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings, StepEngine, open_engine
@@ -130,7 +131,7 @@ class Session:
         for engine in engines.values():
             engine.close()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:

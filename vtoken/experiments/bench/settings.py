@@ -79,6 +79,7 @@ class BenchSettings:
     request_rate: requests per second, open loop; None: closed loop.
     slo_p95_e2el_ms: an absolute limit instead of 1.05 x naive's at the reference.
     peers: "NAME=PYTHON" by name: the interpreter of another environment.
+    clock: "wall", or "cpu": this process's CPU time, on machines that others use as well.
     dry_run: vLLM's scheduler and block pool with no model; counts only.
     """
 
@@ -108,6 +109,7 @@ class BenchSettings:
     suffix_len: int | None = None
     peers: Mapping[str, str] = field(default_factory=dict)
     peer_args: Mapping[str, object] = field(default_factory=dict)
+    clock: str = "wall"
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -154,6 +156,13 @@ class BenchSettings:
         ):
             if value is not None and not value > 0:
                 raise ConfigError(option, value, "a number above 0")
+
+        if self.clock not in ("wall", "cpu"):
+            raise ConfigError("--clock", self.clock, "wall or cpu")
+        if self.clock == "cpu" and self.request_rate is not None:
+            raise ConfigError(
+                "--clock", self.clock, "wall with --request-rate: arrivals are wall time"
+            )
 
     def check_budgets(self, block_size: int) -> None:
         """Check policies and budgets.
