@@ -48,12 +48,13 @@ def conversations(test_data, model_path):
             for name, turns in (("mtbench101", "first"), ("mtbench101", "all"),
                                 ("openassistant", "first"))
         ]  # fmt: skip
-        sources.append(
+        sources += [
             load_longbench(
-                test_data / "longctx" / "squad_shared_context_qa.jsonl", tokenizer,
-                bounds=LengthBounds(max_prompt_tokens=2600), output_len=48,
+                test_data / "longctx" / f"{name}.jsonl", tokenizer, output_len=48,
+                bounds=LengthBounds(max_prompt_tokens=4700, max_total_tokens=4800),
             )
-        )
+            for name in ("squad_shared_context_qa", "nq_multidoc_qa")
+        ]
         mixed = [r for group in itertools.zip_longest(*sources) for r in group if r is not None]
         assert len(mixed) >= count
         return mixed[:count]
@@ -93,7 +94,7 @@ def test_soak(conversations, evict_when):
         policy="h2o", kv_budget_tokens=128, evict_when=evict_when, hash_kv_every=1
     )
     engine = engine_for(
-        config, num_kv_blocks=pool, max_model_len=3072, max_num_batched_tokens=512,
+        config, num_kv_blocks=pool, max_model_len=4864, max_num_batched_tokens=512,
         max_num_seqs=64, enable_prefix_caching=True,
     )  # fmt: skip
     for checker in (engine.hooks.checker, engine.runner.vtoken_checker):
@@ -126,7 +127,7 @@ def test_a_crowd_is_served_asynchronously_as_synchronously(conversations, policy
     outcomes = {}
     for asynchronous in (True, None):
         engine = engine_for(
-            config, async_scheduling=asynchronous, num_kv_blocks=pool, max_model_len=3072,
+            config, async_scheduling=asynchronous, num_kv_blocks=pool, max_model_len=4864,
             max_num_batched_tokens=512, max_num_seqs=32,
         )  # fmt: skip
         assert isinstance(engine.scheduler, VTokenAsyncScheduler) == bool(asynchronous)
