@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from vtoken.errors import ConfigError
+from vtoken.experiments.bench.advice import advise
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.journal import Journal
 from vtoken.experiments.bench.pairing import BenchListener
@@ -82,4 +83,5 @@ def run_bench(
         context.close()
     for name, suite in result.suites.items():
         suite.notes += suite_module(name).sentences(suite.rows)
+        suite.advice += advise(name, suite.rows)
     return result
