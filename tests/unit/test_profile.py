@@ -218,6 +218,13 @@ def test_pairs_step_in_turn_and_change_the_order() -> None:
     assert all(a != b for a, b in itertools.pairwise(rounds))
 
 
+def test_pairs_are_timed_by_the_clock_they_are_given() -> None:
+    times = iter(range(1000))
+    pair = {n: FakeEngine([], n) for n in ("native", "indirection")}
+    seconds = paired_steps(pair, 3, lambda: next(times))
+    assert seconds["native"].tolist() == seconds["indirection"].tolist() == [1, 1, 1]
+
+
 def test_pair_rows_compare_step_by_step() -> None:
     native = np.linspace(0.1, 0.3, 50)  # steps grow; each pair differs by 2 %
     rows = {
