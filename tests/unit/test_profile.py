@@ -26,7 +26,7 @@ from vtoken.experiments.profile.rows import fit_slope, make_row, median_interval
 from vtoken.experiments.profile.run import ProfileResult, run_profile, write_plots
 from vtoken.experiments.profile.running import Engines, staggered
 from vtoken.experiments.profile.settings import ProfileSettings
-from vtoken.experiments.profile.step import StepProfile, step_rows
+from vtoken.experiments.profile.step import StepProfile, stock_ms
 from vtoken.experiments.profile.timer import REST, PhaseTimer, StepTimes
 from vtoken.experiments.profile.trace import write_trace
 from vtoken.experiments.profile.view import answer_lines, tables
@@ -380,6 +380,10 @@ def test_an_engine_has_room_for_all_requests() -> None:
     assert settings.max_model_len >= 300 and settings.max_num_seqs >= 16
 
 
+def step_rows(profiles: list[StepProfile]) -> list[dict]:
+    return [row for p in profiles for row in p.rows(stock_ms(profiles))]
+
+
 def fake_result() -> ProfileResult:
     result = ProfileResult(ProfileSettings(concurrencies=(16,)), "now")
     native = np.full(20, 0.1)
@@ -418,13 +422,17 @@ def test_plots_are_written(tmp_path) -> None:
 
 def test_an_interrupted_run_keeps_what_it_has(monkeypatch) -> None:
     def interrupted(result, say):
+        yield make_row("b", "ms", value=2.0)
         raise KeyboardInterrupt
 
     suites = {"overhead": lambda result, say: [make_row("a", "ms", value=1.0)],
               "scale": interrupted}  # fmt: skip
     monkeypatch.setattr("vtoken.experiments.profile.run._SUITES", suites)
     result = run_profile(ProfileSettings(suites=("overhead", "scale")), lambda text: None)
-    assert result.interrupted and list(result.rows) == ["overhead"]
+    assert result.interrupted
+    assert {s: [r["name"] for r in rows] for s, rows in result.rows.items()} == {
+        "overhead": ["a"], "scale": ["b"],
+    }  # fmt: skip
 
 
 def test_kernel_rows_are_those_of_the_benchmark() -> None:

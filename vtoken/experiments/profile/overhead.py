@@ -49,25 +49,23 @@ def num_event_steps(profile: ProfileSettings) -> int:
     return int(rounds * grown) + profile.num_steps
 
 
-def run_overhead(profile: ProfileSettings, say: Say) -> list[Row]:
-    """Measure the suite.
+def run_overhead(profile: ProfileSettings, say: Say) -> Iterator[Row]:
+    """Measure the suite; rows come as they are done.
 
     Raises:
         ConfigError: the requests do not fit at once, or the model cannot be evicted from.
     """
-    rows: list[Row] = []
     steps = WARM_UP_STEPS + max(2 * profile.num_steps, num_event_steps(profile))
     longest = profile.prompt_len + steps + 64
     with side_by_side(profile, max(profile.concurrencies), longest) as engines:
         for c in profile.concurrencies:
             say(f"indirection against native, {c} running")
-            rows += _pair_rows(engines, profile, c, "native", "indirection", steps)
+            yield from _pair_rows(engines, profile, c, "native", "indirection", steps)
         for c in profile.concurrencies:
             say(f"reclaim against naive, {c} running")
-            rows += _pair_rows(engines, profile, c, "naive", "vtoken", steps)
+            yield from _pair_rows(engines, profile, c, "naive", "vtoken", steps)
         say(f"time per relocation event, {profile.concurrencies[0]} running")
-        rows += event_rows(engines, profile, steps)
-    return rows
+        yield from event_rows(engines, profile, steps)
 
 
 # ---- pairs ---------------------------------------------------------------------------------
