@@ -117,6 +117,7 @@ def main() -> None:
         with open(job["result"], "w", encoding="utf-8") as file:
             json.dump({"times": times, "wall_s": clock() - start}, file)
         print(DONE, flush=True)
+    os._exit(0)  # an engine's threads would keep the process from ending
 
 
 if __name__ == "__main__":
