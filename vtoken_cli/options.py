@@ -104,6 +104,8 @@ VTOKEN = (
         default="protect", help="What happens to tokens in blocks that requests share."),
     Opt("record_decisions", metavar="FILE", help="Write which tokens died when."),
     Opt("replay_decisions", metavar="FILE", help="Evict exactly what an earlier run evicted."),
+    Opt("record_scores", metavar="FILE",
+        help="Write the attention scores that evictions go by, for dry runs."),
     Opt("max_moves_per_step", parse=count, metavar="N", default="no limit",
         help="Most tokens relocated in one step."),
     Opt("fragmentation_threshold", parse=number, metavar="FRACTION", default="0: always packed",

@@ -96,6 +96,11 @@ def plan(run: Run, given: dict[str, Any], make_settings) -> bool:
     if "cases" in given:
         return _run_cases(run, given["cases"], make_settings)
     settings = make_settings(run)
+    if "trace" in given and settings.replay_scores is not None:
+        raise ConfigError(
+            "--replay-scores", settings.replay_scores,
+            "not together with --trace: its requests are of other lengths than the recorded ones",
+        )  # fmt: skip
     check_score_free(settings)
     if "trace" in given:
         return _run_trace(run, given, settings)

@@ -63,6 +63,7 @@ VALUES = [
     ("vtoken", "--shared-prefix", "copy", "shared_prefix", "copy"),
     ("vtoken", "--replay-decisions", "f", "replay_decisions", "f"),
     ("vtoken", "--record-decisions", "f", "record_decisions", "f"),
+    ("vtoken", "--record-scores", "f", "record_scores", "f"),
     ("vtoken", "--max-moves-per-step", "9", "max_moves_per_step", 9),
     ("vtoken", "--fragmentation-threshold", "0.1", "fragmentation_threshold", 0.1),
     ("vtoken", "--evict-when", "pressure", "evict_when", "pressure"),

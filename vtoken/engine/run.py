@@ -61,44 +61,59 @@ def run_requests(
     requests: Sequence,
     *,
     max_concurrency: int | None = None,
+    by_arrival: bool = False,
     logprobs: bool = False,
     ignore_eos: bool = True,
     should_stop: Callable[[RunStats], bool] | None = None,
     on_step: Callable[[int, int], None] | None = None,
     check_every: int = 0,
+    clock: Callable[[], float] | None = None,
 ) -> RunResult:
     """Run requests to their end.
 
     Args:
         requests: objects with request_id, prompt_token_ids and output_len (WorkloadRequest).
         max_concurrency: how many are in the engine at a time; None: all at once.
+        by_arrival: open loop: a request enters at its `arrival_s`, and its times count from
+            then, however long a step kept it waiting. Requests are sorted by arrival.
         should_stop: asked after every step; True aborts what is left.
         on_step: told (finished requests, output tokens so far) after every step.
         check_every: check all invariants after every this many steps; 0: never.
+        clock: seconds; None: wall time. `time.process_time` leaves out what other processes take,
+            and what this one waits.
 
     Raises:
         ConfigError: a request can never fit the pool.
         InvariantViolation: a check failed.
     """
+    clock = clock or time.perf_counter  # looked up now: tests move the clock of this module
     engine.counters.reset()
     observer = Observer(engine)
     waiting = list(reversed(requests))
     run = RunResult({}, {}, 0.0, observer.stats, engine.counters, 0, 0)
-    start = time.perf_counter()
+    start = clock()
     steps = in_flight = 0
     try:
         while waiting or engine.has_unfinished():
             while waiting and (max_concurrency is None or in_flight < max_concurrency):
+                now = clock() - start
+                if by_arrival and waiting[-1].arrival_s > now:
+                    break
                 request = waiting.pop()
-                run.times[request.request_id] = RequestTimes(time.perf_counter() - start)
+                run.times[request.request_id] = RequestTimes(
+                    request.arrival_s if by_arrival else now
+                )
                 engine.add(
                     request.request_id, request.prompt_token_ids, request.output_len,
                     logprobs=logprobs, ignore_eos=ignore_eos,
                 )  # fmt: skip
                 in_flight += 1
                 run.num_prompt_tokens += len(request.prompt_token_ids)
+            if not in_flight and waiting:  # nothing to do before the next arrival
+                time.sleep(max(0.0, waiting[-1].arrival_s - (clock() - start)))
+                continue
             new_tokens, finished = engine.step()
-            now = time.perf_counter() - start
+            now = clock() - start
             for req_id, count in new_tokens.items():
                 run.times[req_id].tokens_s.extend([now] * count)
                 run.num_output_tokens += count
@@ -118,7 +133,7 @@ def run_requests(
                     engine.step()
     finally:
         observer.stop()
-        run.wall_s = time.perf_counter() - start
+        run.wall_s = clock() - start
     return run
 
 

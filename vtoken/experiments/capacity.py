@@ -30,6 +30,7 @@ from vtoken.experiments.capacity_search import parse_concurrency
 from vtoken.experiments.capacity_settings import DEFAULT_POLICY, ScanSettings, Series
 from vtoken.experiments.capacity_setup import ScanSetup
 from vtoken.experiments.capacity_time import Deadline, LeftOut
+from vtoken.experiments.recorded_scores import is_scored
 
 MODELLED_SHARE = 0.25  # of the time limit, for the half that needs no model
 # Above this a dry run of the pool takes longer than the points it would save.
@@ -100,14 +101,11 @@ class CapacityScan(ScanSetup):
         return run
 
     def _note_made_up_scores(self) -> None:
-        from vtoken.policies.base import ScoreKind
-        from vtoken.policies.registry import policy_class
-
-        scored = [p for p in self.settings.policies if policy_class(p).score_kind != ScoreKind.NONE]
+        scored = [p for p in self.settings.policies if is_scored(p)]
         if scored and any(line.policy for line in self.settings.series):
-            note = (
-                f"dry runs have no attention: the scores for {', '.join(scored)} are random there"
-            )
+            file = self.settings.replay_scores
+            source = "random" if file is None else f"those recorded in {file}"
+            note = f"dry runs have no attention: the scores for {', '.join(scored)} are {source}"
             if note not in self.result.notes:
                 self.result.notes.append(note)
 

@@ -13,6 +13,7 @@ import numpy as np
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings, StepEngine, open_engine
 from vtoken.experiments.capacity_settings import Series
+from vtoken.experiments.recorded_scores import RecordedScores
 
 
 class Engines(Protocol):
@@ -51,6 +52,7 @@ class DryEngines:
 
     Args:
         fast_forward: take stretches of decode steps at once; the outcome is the same.
+        scores: recorded scores; None: random ones.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class DryEngines:
         settings: EngineSettings,
         open_engine: Callable[..., StepEngine] = open_dry_engine,
         fast_forward: bool = True,
+        scores: RecordedScores | None = None,
     ) -> None:
         self.limits, self.config, self.settings = limits, config, settings
-        self.fast_forward, self._open = fast_forward, open_engine
+        self.fast_forward, self._open, self._scores = fast_forward, open_engine, scores
 
     def get(self, line: Series, concurrency: int) -> StepEngine:
         from vtoken.engine.dry import DrySettings
@@ -81,7 +84,8 @@ class DryEngines:
             fast_forward=self.fast_forward,
             seed=self.settings.seed,
         )
-        return self._open(settings, line.config(self.config), score_source=random_scores)
+        source = random_scores if self._scores is None else self._scores.source()
+        return self._open(settings, line.config(self.config), score_source=source)
 
     def close(self) -> None:
         pass

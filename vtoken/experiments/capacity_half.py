@@ -103,6 +103,7 @@ class ScanResult:
         assert self.main is not None
         sections = self.main.sections()
         sections |= {"notes": self.notes, "interrupted": self.interrupted}
+        sections["scores"] = self.settings.score_rows()
         if self.modelled is not None:
             sections["modelled"] = self.modelled.sections()
         return sections

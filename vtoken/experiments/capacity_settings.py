@@ -9,7 +9,10 @@ from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError, nearest
 from vtoken.experiments.capacity_search import AUTO, parse_concurrency
 from vtoken.experiments.results import MODES
+from vtoken.policies.base import ScoreKind
+from vtoken.policies.registry import policy_class
 from vtoken.units import cdiv
+from vtoken.vllm_plugin.scores import score_window
 from vtoken.vllm_plugin.sizing import peak_tokens
 
 DEFAULT_MODES = ("native", "naive", "vtoken")
@@ -48,6 +51,7 @@ class ScanSettings:
     time_limit_s: no measured point starts that would overrun it, from the first engine's start;
         a dry half may take a quarter of it. None is no limit.
     dry_run: no model: vLLM's scheduler and block pool alone.
+    replay_scores: file of recorded scores that dry runs take; None: random ones.
     """
 
     config: VTokenConfig = field(default_factory=VTokenConfig)
@@ -61,6 +65,7 @@ class ScanSettings:
     repeats: int = 1
     time_limit_s: float | None = None
     dry_run: bool = False
+    replay_scores: str | None = None
 
     def __post_init__(self) -> None:
         for mode in self.modes:
@@ -78,6 +83,11 @@ class ScanSettings:
                 raise ConfigError(option, value, "a whole number, 1 or more")
         if self.time_limit_s is not None and self.time_limit_s <= 0:
             raise ConfigError("--time-limit", self.time_limit_s, "a duration above 0, such as 5m")
+        if self.dry_run and self.config.record_scores:
+            raise ConfigError(
+                "--record-scores", self.config.record_scores,
+                "not together with --dry-run: there is no attention to record scores of",
+            )  # fmt: skip
         # The policy's name and the budget's floor; the block size moves the floor, so that the
         # real one is checked again when it is known.
         self.check_budgets(self.engine.block_size or 16)
@@ -130,6 +140,17 @@ class ScanSettings:
             num_blocks -= int(config.low_watermark_frac * num_blocks)  # not given to admissions
         return max(1, num_blocks // cdiv(peak, block_size))
 
+    def score_rows(self) -> list[dict[str, object]]:
+        """What each policy's scores are made of, and where dry runs take theirs from."""
+        rows = []
+        for policy in dict.fromkeys(line.policy for line in self.series if line.policy):
+            kind = policy_class(policy).score_kind
+            row = {"policy": policy, **score_window(kind, self.config.score_queries)}
+            if kind is not ScoreKind.NONE:
+                row["dry_runs_take"] = "recorded scores" if self.replay_scores else "random scores"
+            rows.append(row)
+        return rows
+
     def row(self) -> dict[str, object]:
         """The complete configuration, as a result file has it."""
         return {
@@ -143,6 +164,7 @@ class ScanSettings:
             "repeats": self.repeats,
             "time_limit_s": self.time_limit_s,
             "dry_run": self.dry_run,
+            "replay_scores": self.replay_scores,
             "engine": {k: dict(v) if k == "vllm_args" else v for k, v in vars(self.engine).items()},
             "vtoken": self.config.model_dump(exclude={"mode", "policy"}),
         }

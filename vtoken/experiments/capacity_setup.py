@@ -35,6 +35,7 @@ from vtoken.experiments.capacity_search import (
 from vtoken.experiments.capacity_settings import ScanSettings, Series
 from vtoken.experiments.capacity_time import StepTimes
 from vtoken.experiments.model_shapes import ModelShape
+from vtoken.experiments.recorded_scores import RecordedScores, is_scored
 from vtoken.experiments.results import utc_now
 from vtoken.units import cdiv
 
@@ -199,7 +200,30 @@ class ScanSetup:
 
     def _dry_engines(self, pool: Pool) -> DryEngines:
         limits = self._limits(pool.usable_blocks, pool.block_size)
-        return DryEngines(limits, self.settings.config, self.settings.engine, self._open_dry)
+        return DryEngines(
+            limits, self.settings.config, self.settings.engine, self._open_dry,
+            scores=self._recorded_scores(pool),
+        )  # fmt: skip
+
+    def _recorded_scores(self, pool: Pool) -> RecordedScores | None:
+        """Recorded scores of the one policy that reads some; None where none were given."""
+        settings = self.settings
+        if settings.replay_scores is None:
+            return None
+        lines = {x.policy: x for x in settings.series if x.policy and is_scored(x.policy)}
+        if not lines:
+            raise ConfigError(
+                "--replay-scores", settings.replay_scores,
+                "only with a policy that reads scores, in mode naive or vtoken",
+            )  # fmt: skip
+        recorded = [
+            RecordedScores(
+                settings.replay_scores, line.config(settings.config), pool.block_size,
+                self._prompts.max_tokens,
+            )
+            for line in lines.values()  # a second policy is not the recorded one, and is refused
+        ]  # fmt: skip
+        return recorded[0]
 
     def _real_engines(self, limits: EngineLimits, max_num_seqs: int) -> RealEngines:
         return RealEngines(

@@ -24,8 +24,14 @@ def collect_environment(
 ) -> dict[str, object]:
     """Describe the machine and the software. What only an engine knows is passed in.
 
+    Args:
+        kernels: which ones run; None: those that this process has loaded, if any.
+
     Neither torch nor vLLM is imported for this.
     """
+    if kernels is None:
+        loaded = sys.modules.get("vtoken.kernels")
+        kernels = {} if loaded is None else loaded.in_use()
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -43,7 +49,7 @@ def collect_environment(
         "gpus": _gpus(),
         "block_size": block_size,
         "usable_kv_blocks": usable_kv_blocks,
-        "kernels": dict(kernels or {}),
+        "kernels": dict(kernels),
     }
 
 

@@ -28,8 +28,7 @@ from vtoken.experiments.devices import (
     plan_memory,
 )
 from vtoken.experiments.modelled_clock import ModelledClock, StepCost
-from vtoken.policies.base import ScoreKind
-from vtoken.policies.registry import policy_class
+from vtoken.experiments.recorded_scores import is_scored
 from vtoken.units import cdiv
 from vtoken.vllm_plugin.sizing import peak_tokens
 
@@ -38,17 +37,19 @@ BATCHED_TOKENS = 8192  # vLLM's default on large devices, and the overhead rule'
 
 
 def check_score_free(settings: ScanSettings) -> None:
-    """Refuse policies that need attention scores: a dry run has none.
+    """Refuse policies that need attention scores unless some were recorded: a dry run has none.
 
     Raises:
         ConfigError: names the policy and what is possible.
     """
+    if settings.replay_scores is not None:
+        return  # checked against the policies once the pool is known
     for line in settings.series:
-        if line.policy and policy_class(line.policy).score_kind != ScoreKind.NONE:
+        if line.policy and is_scored(line.policy):
             raise ConfigError(
                 "--policy", line.policy,
                 f"one of {', '.join(SCORE_FREE)} in a dry run: there is no attention whose scores "
-                "it could use, and no recorded score trace was given",
+                "it could use, and no --replay-scores file was given",
             )  # fmt: skip
 
 
@@ -115,12 +116,12 @@ class PlannedScan(CapacityScan):
         engines._open = self._open_fast
         return engines
 
-    def _open_fast(self, settings, config, **_):
+    def _open_fast(self, settings, config, *, score_source=None):
         from vtoken.engine.dry import DryEngine
 
         # Prompts differ, so a prefix cache could only cost time here.
         settings = replace(settings, fast_forward=True, enable_prefix_caching=False)
-        engine = DryEngine(settings, config)
+        engine = DryEngine(settings, config, score_source=score_source)
         if self.cost is not None:
             self._clocks = [ModelledClock(engine, self.cost)]
         return engine

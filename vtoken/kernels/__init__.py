@@ -30,6 +30,8 @@ __all__ = [
     "Plan",
     "available",
     "check_supported",
+    "describe",
+    "in_use",
     "load",
     "pack_mask",
     "probe_layout",
@@ -59,6 +61,23 @@ def load(force: str | None = None) -> Kernels:
     return _loaded[choice]
 
 
+def in_use() -> dict[str, str]:
+    """What results say of the kernels that this process has loaded; empty where it has none."""
+    # The first are the engine's own; benchmarks load others beside them.
+    return describe(next(iter(_loaded.values()))) if _loaded else {}
+
+
+def describe(kernels: Kernels) -> dict[str, str]:
+    """Say which kernels these are, why, and which attention an engine gives to them."""
+    own = "holes and scores"
+    if kernels.name == "cpp":  # measured faster than the engine's own there
+        own += ", and packed decodes in modes that evict"
+    return {
+        "attention": kernels.name, "reason": kernels.why,
+        "serves": f"{own}; all else is vLLM's own attention",
+    }  # fmt: skip
+
+
 def _choose(choice: str, option: str) -> Kernels:
     if choice == "torch":
         return TorchKernels(f"torch, as {option} asks")
@@ -67,7 +86,9 @@ def _choose(choice: str, option: str) -> Kernels:
         return kernels
     if choice == "cpp":
         raise UnsupportedError(option, choice, f"{reason}; torch works without")
-    logger.warning("C++ kernels not used: %s. Attention with holes and scores run on torch.", reason)
+    logger.warning(
+        "C++ kernels not used: %s. Attention with holes and scores run on torch.", reason
+    )
     return TorchKernels(f"torch, because: {reason}")
 
 

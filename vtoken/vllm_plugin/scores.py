@@ -222,6 +222,10 @@ class ScoreTrace:
                 f"holds {self.header['score_kind']} scores, the policy reads {kind.value}",
             )  # fmt: skip
 
+    def prompts(self) -> list[str]:
+        """Hashes of the recorded prompts, in the order in which they were first met."""
+        return list(self._lines)
+
     def lengths(self, prompt: str) -> Sequence[int]:
         """Logical lengths, ascending, at which scores of this prompt (a hash) were recorded."""
         return self._lengths.get(prompt, ())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vtoken.core.planner import RequestState
-from vtoken.core.sharing import copy_gain_blocks
+from vtoken.core.sharing import copy_pays
 from vtoken.units import cdiv
 
 
@@ -108,15 +108,13 @@ class SharedBlocks:
         table, N = state.table, state.table.block_size
         refs = np.array([b.ref_cnt for b in blocks])
         frozen = np.array([b.block_hash is not None or b.ref_cnt > 1 for b in blocks])
-        lost = np.bincount(
-            table.pos_of[table.index_of[victims] // N], minlength=len(blocks)
-        )
+        lost = np.bincount(table.pos_of[table.index_of[victims] // N], minlength=len(blocks))
         leaves = frozen & (lost > 0)
         if not leaves.any():
             return "none"
         live = table.live_per_block() - lost
         shared = leaves & (refs > 1)
-        if shared.any() and copy_gain_blocks(refs[shared], live[shared], N) <= 0.0:
+        if shared.any() and not copy_pays(refs[shared], live[shared], N):
             self._declined[table.req_id] = int(refs[refs > 1].sum())
             return "declined"
         if not self.hooks.planner.settings.moves:

@@ -34,6 +34,8 @@ OWN = (
         default="5m where no pool is given, else none",
         help="No measured point starts that would overrun it, from the first engine's start."),
     Opt("dry_run", switch=True, help="vLLM's scheduler and block pool with no model."),
+    Opt("replay_scores", metavar="FILE",
+        help="Scores for dry runs, of a run with --record-scores; without: random ones."),
 )  # fmt: skip
 
 _DEFAULTS = {"mode": "native,naive,vtoken", "policy": "random"}

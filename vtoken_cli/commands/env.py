@@ -28,11 +28,10 @@ def env(run: Run) -> None:
 def kernels_in_use() -> dict[str, str]:
     """Load the kernels as an engine would, and say which they are and why."""
     try:
-        from vtoken.kernels import load
+        from vtoken.kernels import describe, load
     except ImportError as error:
         return {"attention": "none", "reason": f"{error.name} is not installed"}
-    kernels = load()
-    return {"attention": kernels.name, "reason": kernels.why}
+    return describe(load())
 
 
 def _compiler() -> dict[str, str | None]:
@@ -76,6 +75,7 @@ def _print_report(run: Run, report: dict[str, Any]) -> None:
     facts.add_row("GPUs", ", ".join(gpu["name"] for gpu in report["gpus"]) or "none")
     facts.add_row("compiler", compiler["version"] or "none found")
     facts.add_row("kernels", report["kernels"]["reason"])
+    facts.add_row("they serve", report["kernels"].get("serves", "nothing"))
     facts.add_row("Intel OpenMP", report["openmp"] or "not used")
     support = Table("feature", "state", "test or reason", title="Support", title_justify="left")
     for row in report["support"]:

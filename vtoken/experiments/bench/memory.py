@@ -1,0 +1,167 @@
+"""Memory suite: what eviction leaves in the blocks, and what packing makes of it.
+
+Paper: section 5.2, Figure 7 (a: memory utilisation, b: retained blocks).
+
+Rows are (mode, policy, ratio, workload). `native` has a row per policy as well, with `shadow`:
+what that policy would have freed there, from its own paired run: tokens that would be dead, and
+blocks that the live ones would not need.
+"""
+
+from __future__ import annotations
+
+from vtoken.experiments.bench.context import Context, SuiteResult
+from vtoken.experiments.bench.pairing import Comparison, Runs
+from vtoken.experiments.bench.rows import compared_rows, make_row
+from vtoken.experiments.bench.settings import DEFAULT_RATIO, DEFAULT_RATIOS, Case
+
+PAPER = "section 5.2, Figure 7"
+DEFAULT_WORKLOADS = ("text:128+64", "random:192+48")
+NUM_REQUESTS = 4
+RETAINED = "vtoken_retained_blocks_per_request"
+
+
+def run_memory(context: Context) -> SuiteResult:
+    """Run the suite; after an interruption the result holds the comparisons that are complete.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        EngineError: an engine failed.
+    """
+    result = SuiteResult()
+    workloads = context.workloads(DEFAULT_WORKLOADS)
+    num = context.settings.num_requests or NUM_REQUESTS
+    points = context.settings.points
+    longest = max(w.max_tokens for w in workloads)
+    at_once = max(points or (num,))
+    with context.session(max_tokens=longest, max_num_seqs=at_once) as session:
+        runner = context.runner(session)
+        comparisons = [
+            comparison
+            for workload in workloads
+            for comparison in _comparisons(context, workload, num, at_once)
+        ]
+        for comparison in comparisons:
+            runner.plan_comparison(comparison)
+        for comparison in comparisons:
+            runs = runner.run(comparison, watch_layouts=True)
+            _add(context, result, comparison, runs)
+    return result
+
+
+def _comparisons(context: Context, workload, num: int, at_once: int) -> list[Comparison]:
+    """The first ratio with all modes and repeats; the others with one pair, for the span."""
+    settings = context.settings
+    head, *others = _ratios(context)
+    pool = context.ample_pool(at_once, workload.max_tokens)
+    common = {
+        "suite": "memory", "workload": workload, "pool": pool, "num_requests": num,
+        "max_concurrency": None if at_once >= num else at_once,
+    }  # fmt: skip
+    changes = {} if head is None else {"eviction_ratio": head}
+    found = [
+        Comparison(
+            cases=context.cases(settings.modes, context.policies(), **changes),
+            repeats=settings.repeats,
+            **common,
+        )
+    ]
+    evicting = [mode for mode in settings.modes if mode in ("naive", "vtoken")]
+    for ratio in others:
+        cases = context.cases(evicting, context.policies(), eviction_ratio=ratio)
+        found.append(Comparison(cases=cases, repeats=1, **common))
+    return [comparison for comparison in found if comparison.cases]
+
+
+def _ratios(context: Context) -> list[float | None]:
+    """The ratio of the full comparison first; None where the user gave a budget."""
+    settings = context.settings
+    if settings.config.kv_budget_tokens is not None:
+        return [None, *settings.ratios]
+    ratios = list(settings.ratios or DEFAULT_RATIOS)
+    first = settings.config.eviction_ratio
+    if first is None:
+        first = DEFAULT_RATIO if DEFAULT_RATIO in ratios else ratios[0]
+    return [first, *(ratio for ratio in ratios if ratio != first)]
+
+
+def _add(context: Context, result: SuiteResult, comparison: Comparison, runs: Runs) -> None:
+    workload, pool = comparison.workload.name, comparison.pool
+    fields = {"block_size": pool.block_size, "concurrency": comparison.num_requests}
+    if context.settings.dry_run:
+        fields["modelled"] = True
+    rows = compared_rows(comparison.cases, runs, workload, **fields)
+    for row in rows:
+        if row.get(RETAINED) is not None:
+            row["blocks_above_ideal"] = row[RETAINED] - row["ideal_blocks_per_request"]
+    result.rows += rows + _shadow_rows(comparison, runs, fields)
+    for case in comparison.cases:
+        head = {"mode": case.mode, "policy": case.policy, "workload": workload, **case.changes}
+        first = runs[case.key][0]
+        result.tables.setdefault("block_shares", []).extend(
+            head | row for row in _thinned(first.shares)
+        )
+        total = sum(first.histogram) or 1
+        result.tables.setdefault("block_histogram", []).extend(
+            head | {"live_tokens": n, "blocks_frac": count / total}
+            for n, count in enumerate(first.histogram)
+        )
+
+
+def _thinned(rows: list, most: int = 100) -> list:
+    return rows[:: -(-len(rows) // most)] if rows else []
+
+
+def _shadow_rows(comparison: Comparison, runs: Runs, fields: dict) -> list[dict[str, object]]:
+    """What each policy would have freed in native."""
+    native = next((c for c in comparison.cases if c.mode == "native"), None)
+    if native is None:
+        return []
+    rows = []
+    for case in comparison.cases:
+        if case.mode != "naive":
+            continue
+        row = make_row(
+            Case(mode="native", policy=case.policy), comparison.workload.name, runs[native.key],
+            shadow=True, **fields, **case.changes,
+        )  # fmt: skip
+        own = row[RETAINED]
+        packed = make_row(case, "", runs[case.key])["ideal_blocks_per_request"]
+        if own and packed is not None:
+            row["shadow_freeable_blocks_per_request"] = own - packed
+            row["shadow_freeable_frac"] = 1 - packed / own
+            naive = make_row(case, "", runs[case.key])
+            for name in ("fully_dead", "partly_dead", "not_dead"):
+                row[f"shadow_blocks_{name}_frac"] = naive.get(f"vtoken_blocks_{name}_frac")
+            rows.append(row)
+    return rows
+
+
+def sentences(rows: list[dict[str, object]]) -> list[str]:
+    """What the rows say, against the paper's figures."""
+    pairs = [r for r in rows if r["mode"] == "vtoken" and r.get("retained_over_naive") is not None]
+    if not pairs:
+        return []
+    lines = []
+    for ratio in sorted({r.get("eviction_ratio") for r in pairs}, key=lambda r: r or 0):
+        group = [r for r in pairs if r.get("eviction_ratio") == ratio]
+        fewer = [100 * (1 - r["retained_over_naive"]) for r in group]
+        where = "at the given budget" if ratio is None else f"at ratio {ratio:g}"
+        lines.append(
+            f"{where[0].upper()}{where[1:]} vToken retained {min(fewer):.1f} % to "
+            f"{max(fewer):.1f} % fewer blocks than naive, at most "
+            f"{max(r['blocks_above_ideal'] for r in group):.2f} blocks a request above the packed "
+            "ideal (paper, over its settings: 27.2 % to 72.3 % fewer)."
+        )
+    points = [r["utilization_points_over_naive"] for r in pairs]
+    lines.append(
+        f"Memory utilisation was {sum(points) / len(points):.1f} points above naive's on average "
+        f"(paper: 21.9), from {min(points):.1f} to {max(points):.1f}."
+    )
+    shadow = [r for r in rows if r.get("shadow")]
+    if shadow:
+        freed = [100 * r["shadow_freeable_frac"] for r in shadow]
+        lines.append(
+            f"In native these policies would leave {min(freed):.0f} % to {max(freed):.0f} % of "
+            "the blocks to be freed by packing."
+        )
+    return lines

@@ -1,0 +1,161 @@
+"""Show a benchmark to people: Rich tables by suite, then notes and advice as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from vtoken.experiments.bench.suites import BenchResult
+
+Row = Mapping[str, object]
+
+
+class Column(NamedTuple):
+    """A column of a table: field, heading, factor, digits; text where digits is None."""
+
+    key: str
+    heading: str
+    factor: float = 1.0
+    digits: int | None = 1
+
+
+_HEAD = (
+    Column("workload", "workload", digits=None),
+    Column("policy", "policy", digits=None),
+    Column("mode", "mode", digits=None),
+)
+_LOAD = (
+    Column("output_throughput", "tok/s"),
+    Column("p95_e2el_ms", "p95 s", 0.001),
+)
+_PREEMPTIONS = Column("vtoken_preemptions", "preempt", digits=0)
+
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "memory": (
+        *_HEAD,
+        Column("eviction_ratio", "ratio"),
+        Column("vtoken_retained_blocks_per_request", "blocks/req", digits=2),
+        Column("blocks_above_ideal", "over ideal", digits=2),
+        Column("retained_over_naive", "of naive %", 100),
+        Column("vtoken_memory_utilization", "util %", 100),
+        Column("utilization_points_over_naive", "+points"),
+        Column("vtoken_blocks_fully_dead_frac", "dead %", 100),
+        Column("vtoken_blocks_partly_dead_frac", "partly %", 100),
+        Column("vtoken_blocks_expected_partly_dead_frac", "by chance", 100),
+        Column("shadow_freeable_frac", "freeable %", 100),
+        *_LOAD,
+    ),
+    "sla": (
+        *_HEAD,
+        Column("pool_blocks", "pool", digits=0),
+        Column("concurrency", "C", digits=0),
+        *_LOAD,
+        Column("sla_p95_e2el_ms", "limit s", 0.001),
+        Column("feasible", "meets", digits=None),
+        Column("is_selected", "C_sel", digits=None),
+        _PREEMPTIONS,
+        Column("gain_over_naive", "over naive %", 100),
+        Column("gain_over_native", "over native %", 100),
+        Column("request_goodput", "goodput/s", digits=2),
+    ),
+    "sensitivity": (
+        *_HEAD,
+        Column("factor", "factor", digits=None),
+        Column("value", "value", digits=None),
+        Column("normalized_retained_capacity", "capacity", digits=3),
+        Column("normalized_output_throughput", "throughput", digits=3),
+        Column("normalized_p95_e2el", "p95", digits=3),
+        Column("vtoken_retained_blocks_per_request", "blocks/req", digits=2),
+        *_LOAD,
+    ),
+    "prefix": (
+        *_HEAD,
+        Column("sharing_degree", "degree", digits=0),
+        Column("shared_prefix", "shared", digits=None),
+        Column("prefix_hit_frac", "hits %", 100),
+        Column("vtoken_retained_blocks_per_request", "blocks/req", digits=2),
+        Column("retained_over_naive", "of naive %", 100),
+        Column("vtoken_shared_tokens_skipped", "skipped", digits=0),
+        *_LOAD,
+        Column("throughput_over_naive", "x naive", digits=2),
+    ),
+    "quality": (
+        Column("task", "task", digits=None),
+        Column("policy", "policy", digits=None),
+        Column("mode", "mode", digits=None),
+        Column("budget_frac", "kept %", 100, 0),
+        Column("accuracy", "accuracy %", 100),
+        Column("full_kv", "full KV %", 100),
+        Column("mean_rouge_l", "ROUGE-L"),
+        Column("identical_frac", "same text %", 100, 0),
+        Column("num_questions", "n", digits=0),
+    ),
+    "peers": (
+        Column("engine", "engine", digits=None),
+        *_HEAD,
+        Column("concurrency", "C", digits=0),
+        *_LOAD,
+        Column("throughput_over_stock", "x stock", digits=2),
+        Column("reason", "why not", digits=None),
+    ),
+}
+
+# Terminals are narrow; the HTML page has them.
+_ON_THE_PAGE_ONLY = {
+    "vtoken_blocks_fully_dead_frac", "vtoken_blocks_partly_dead_frac",
+    "vtoken_blocks_expected_partly_dead_frac",
+}  # fmt: skip
+
+
+def suite_table(suite: str, rows: Sequence[Row]):
+    """A Rich table of a suite's rows; columns without a value are left out."""
+    from rich.table import Table
+
+    columns = [
+        c for c in COLUMNS[suite]
+        if c.key not in _ON_THE_PAGE_ONLY and any(row.get(c.key) not in (None, "") for row in rows)
+    ]  # fmt: skip
+    table = Table(title=suite, title_justify="left")
+    for column in columns:
+        table.add_column(
+            column.heading, justify="left" if column.digits is None else "right",
+            no_wrap=column.digits is None,
+        )  # fmt: skip
+    for row in rows:
+        table.add_row(
+            *(cell(row, column) for column in columns),
+            style="bold" if row.get("is_selected") else None,
+        )
+    return table
+
+
+def cell(row: Row, column: Column) -> str:
+    """A field as text."""
+    value = row.get(column.key)
+    if value is None or value == "":
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if column.digits is None or not isinstance(value, (int, float)):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{column.factor * value:,.{column.digits}f}"
+
+
+def closing_lines(result: BenchResult) -> list[str]:
+    """Notes and advice of all suites, and how the benchmark ended."""
+    lines = []
+    for suite in result.suites.values():
+        lines += suite.notes + suite.advice
+    evicted_nothing = [
+        f"{row['mode']}, {row['policy']} on {row['workload']}"
+        for suite in result.suites.values()
+        for row in suite.rows
+        if row.get("note") and row["mode"] in ("naive", "vtoken")
+    ]
+    if evicted_nothing:
+        lines.append("Evicted nothing, being within budget: " + "; ".join(evicted_nothing) + ".")
+    if result.num_resumed:
+        lines.append(f"{result.num_resumed} runs were read from the earlier benchmark.")
+    if result.interrupted:
+        lines.append("interrupted: these are the comparisons that were complete")
+    return lines

@@ -1,0 +1,142 @@
+"""Requests of a benchmark, by a short name or from a file; every repeat has prompts of its own.
+
+text            prompts cut from the texts that come with vToken
+random          random token ids
+FILE            a dataset: ShareGPT, LongBench-style JSONL, JSONL prompts, a trace
+NAME:256+96     the same, cut or made to 256 prompt and 96 output tokens
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from vtoken.errors import ConfigError, nearest
+from vtoken.workloads import (
+    WorkloadRequest,
+    dataset_texts,
+    detect_format,
+    load_workload,
+    random_prompts,
+    shipped_texts,
+    text_prompts,
+    trace_token_ids,
+    with_arrivals,
+)
+from vtoken.workloads.load import TRACE_LOADERS
+
+NAMES = ("text", "random")
+WARM_UP_REPEAT = 1_000_000  # a repeat whose prompts no measured repeat has
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Attributes:
+    name: as the user gave it.
+    make: (number, repeat) -> requests.
+    max_tokens: prompt and output of the longest request.
+    max_requests: how many all repeats together have; None: as many as are asked for.
+    """
+
+    name: str
+    make: Callable[[int, int], Sequence[WorkloadRequest]]
+    max_tokens: int
+    max_requests: int | None = None
+
+    def arriving(self, rate_per_s: float, burstiness: float, seed: int) -> Workload:
+        """The same requests, arriving at a rate."""
+        make = self.make
+        return replace(
+            self,
+            make=lambda num, repeat: with_arrivals(
+                make(num, repeat), rate_per_s, burstiness=burstiness, seed=seed + repeat
+            ),
+        )
+
+
+def make_workload(
+    text: str,
+    *,
+    prompt_len: int,
+    output_len: int,
+    get_tokenizer: Callable[[], object] | None,
+    vocab_size: int,
+    seed: int = 0,
+) -> Workload:
+    """Read a workload's name.
+
+    Args:
+        prompt_len, output_len: tokens, where the name does not say and the file has no lengths.
+        get_tokenizer: called where there is text; None: lengths alone count, ids are made up.
+
+    Raises:
+        ConfigError: no such workload, or a file with no usable rows.
+    """
+    match = re.fullmatch(r"(.+?)(?::(\d+)\+(\d+))?", text)
+    name = match[1]
+    is_sized = match[2] is not None
+    if is_sized:
+        prompt_len, output_len = int(match[2]), int(match[3])
+    is_file = "/" in name or "." in name or Path(name).exists()
+    if name not in NAMES and not is_file:
+        raise ConfigError("--workload", text, f"{nearest(name, NAMES)} or the path of a dataset")
+    if is_file and not is_sized:
+        return _dataset(text, name, get_tokenizer, vocab_size)
+    if name == "random" or get_tokenizer is None:
+
+        def make(num: int, repeat: int) -> list[WorkloadRequest]:
+            return random_prompts(
+                num, prompt_len, output_len, vocab_size=vocab_size, seed=seed, repeat=repeat
+            )
+
+    else:
+        texts = dataset_texts(name) if is_file else shipped_texts()
+        tokenizer = get_tokenizer()
+
+        def make(num: int, repeat: int) -> list[WorkloadRequest]:
+            return text_prompts(
+                tokenizer, num, prompt_len, output_len=output_len, seed=seed, repeat=repeat,
+                texts=texts,
+            )  # fmt: skip
+
+    make(1, 0)  # lengths that no prompt can have are refused now
+    return Workload(name=text, make=lru_cache(64)(make), max_tokens=prompt_len + output_len)
+
+
+def _dataset(text: str, path: str, get_tokenizer, vocab_size: int) -> Workload:
+    """A dataset's own requests; repeats take other rows, the warm-up made-up ones."""
+    form = detect_format(path)
+    if form == "text":
+        raise ConfigError("--workload", text, f"lengths to cut prompts to, as in {path}:256+96")
+    if form in TRACE_LOADERS:
+        rows = load_workload(path)
+    else:
+        rows = load_workload(path, get_tokenizer() if get_tokenizer is not None else None)
+
+    def make(num: int, repeat: int) -> list[WorkloadRequest]:
+        if repeat >= WARM_UP_REPEAT:
+            first = rows[0]
+            length = max(16, min(64, first.prompt_len))
+            return random_prompts(num, length, 16, vocab_size=vocab_size, repeat=repeat)
+        first, last = repeat * num, (repeat + 1) * num
+        if last > len(rows):
+            raise ConfigError(
+                "--num-prompts and --repeats", f"{num} x {repeat + 1}",
+                f"at most {len(rows)} together: {path} has {len(rows)} usable rows",
+            )  # fmt: skip
+        return [_with_ids(rows[i], vocab_size, i) for i in range(first, last)]
+
+    return Workload(
+        name=text, make=lru_cache(64)(make), max_tokens=max(r.prompt_len + r.output_len for r in rows),
+        max_requests=len(rows),
+    )  # fmt: skip
+
+
+def _with_ids(request: WorkloadRequest, vocab_size: int, index: int) -> WorkloadRequest:
+    if request.prompt_token_ids is not None:
+        return request
+    ids = trace_token_ids(request, vocab_size=vocab_size, index=index)
+    return replace(request, prompt_token_ids=ids.tolist())
