@@ -131,7 +131,7 @@ class TestSteps:
         e.step()
         hooks = e.hooks
         hooks.begin_step()
-        assert "a" in hooks._plans
+        assert "a" in hooks.plans
         hooks.note_allocation(1)
         hooks.execute("a")
         evicted, free = hooks.counters.evicted_tokens, e.block_pool.get_num_free_blocks()
@@ -157,7 +157,7 @@ class TestSteps:
         assert not {"r0", "r3"} & (set(e.hooks.states) | {t.req_id for t in e.hooks.tables})
         finish_all(e)
         hooks = e.hooks
-        assert not (hooks.states or len(hooks.tables) or hooks._plans or hooks.shares.sharing)
+        assert not (hooks.states or len(hooks.tables) or hooks.plans or hooks.shares.sharing)
 
     def test_preempted_requests_start_from_nothing(self):
         e = engine({"num_kv_blocks": 12, "max_num_batched_tokens": 16}, mode="naive")

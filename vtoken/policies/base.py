@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import ceil
 from typing import ClassVar
 
 import numpy as np
 
 NO_IDS = np.empty(0, np.int32)
+_SLACK = 1e-9  # keeps the ceiling of 0.3 * 10 from being 4
 
 
 class ScoreKind(str, Enum):
@@ -107,6 +109,23 @@ class RequestView:
         return np.random.default_rng([self.seed, self.prompt_hash, self.num_computed_tokens])
 
 
+@dataclass(slots=True)
+class BatchView:
+    """Several requests with one policy, as `Policy.evict_many` sees them; no id is protected.
+
+    Attributes:
+        num_computed_tokens, budget_tokens, num_evict: int64[E], as in RequestView.
+        oldest: gives (ids int64[K], counts int64[E]) for (counts int64[E], first ids int64[E]):
+            each request's lowest live ids from its first id on, as many as there are, one
+            request after the other.
+    """
+
+    num_computed_tokens: np.ndarray
+    budget_tokens: np.ndarray
+    num_evict: np.ndarray
+    oldest: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
     """Base of all policies. The fields are the parameters; `evict` is the one method to write.
@@ -125,6 +144,15 @@ class Policy(ABC):
     sink_tokens: int = 4
     recent_tokens: int | None = None
     block_size: int = field(default=16, repr=False)
+
+    # A policy may also have evict_many(BatchView) -> (ids, counts), which names for every request
+    # exactly what `evict` names, ascending, with a fixed number of numpy calls.
+    evict_many: ClassVar[Callable | None] = None
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        if "evict" in vars(cls) and "evict_many" not in vars(cls):
+            cls.evict_many = None  # an inherited one would name other ids
 
     @abstractmethod
     def evict(self, view: RequestView) -> np.ndarray:
@@ -189,10 +217,12 @@ def budget_tokens(
     `max(floor, ceil((1 - ratio) * L))` with L the tokens computed so far, or the absolute budget.
     Works elementwise on an array of lengths.
     """
+    if not isinstance(num_computed_tokens, np.ndarray):
+        if kv_budget_tokens is not None:
+            return max(floor_tokens, kv_budget_tokens)
+        return max(floor_tokens, ceil((1.0 - eviction_ratio) * num_computed_tokens - _SLACK))
     if kv_budget_tokens is not None:
         kept = kv_budget_tokens + 0 * num_computed_tokens
     else:
-        # ceil of (1 - ratio) * L; the small slack keeps 0.3 * 10 from rounding up to 4.
-        kept = np.ceil((1.0 - eviction_ratio) * num_computed_tokens - 1e-9)
-    out = np.maximum(floor_tokens, kept)
-    return out.astype(np.int64) if isinstance(num_computed_tokens, np.ndarray) else int(out)
+        kept = np.ceil((1.0 - eviction_ratio) * num_computed_tokens - _SLACK)
+    return np.maximum(floor_tokens, kept).astype(np.int64)

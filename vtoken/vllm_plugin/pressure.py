@@ -30,6 +30,7 @@ class PressureControl:
         usable: blocks in the pool, the null block left out.
         reserved: per running request, blocks of its projected peak.
         declined: admissions put off for lack of projected room.
+        allocated: requests served in this step: their rows are out.
     """
 
     def __init__(self, hooks) -> None:
@@ -43,7 +44,7 @@ class PressureControl:
         self.reserved: dict[str, int] = {}
         self.num_reserved = 0
         self.declined = 0
-        self._allocated: set[str] = set()  # requests served in this step: their rows are out
+        self.allocated: set[str] = set()
 
     # ---- admission -------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class PressureControl:
         state = hooks.states.get(request.request_id)
         running = hooks.scheduler.running
         # Requests not yet served in this step may each need a block of their own.
-        others = len(running) - len(self._allocated) - (state is not None)
+        others = len(running) - len(self.allocated) - (state is not None)
         room = (self.pool.get_num_free_blocks() - others) * N
         if state is not None:
             planned = hooks.num_planned_victims(request.request_id)
@@ -118,7 +119,7 @@ class PressureControl:
 
     def begin_step(self) -> None:
         """Shrink requests while this step's allocations would leave less than the headroom."""
-        self._allocated.clear()
+        self.allocated.clear()
         if not self.is_active or not self.elastic:
             return
         needed = self._blocks_needed()
@@ -185,9 +186,9 @@ class PressureControl:
         givers = [
             r
             for r in hooks.scheduler.running
-            if r.request_id not in self._allocated
+            if r.request_id not in self.allocated
             and r.request_id != keep
-            and hooks.can_shrink(r)
+            and hooks.evictor.can_shrink(r)
         ]
         if not givers:
             return 0
@@ -206,7 +207,7 @@ class PressureControl:
         lose = tokens_to_give(give, demand, live, new, above, N)
         free_before = self.pool.get_num_free_blocks()
         for i in np.flatnonzero(lose):
-            hooks.shrink(givers[i], int(lose[i]), int(new[i]))
+            hooks.evictor.shrink(givers[i], int(lose[i]), int(new[i]))
         return self.pool.get_num_free_blocks() - free_before
 
     def retry(self, request, num_new_tokens: int) -> bool:
@@ -221,9 +222,9 @@ class PressureControl:
         if missing <= 0:
             return False
         for other in (request, *reversed(self.hooks.scheduler.running)):
-            if missing > 0 and other.request_id not in self._allocated:
+            if missing > 0 and other.request_id not in self.allocated:
                 new = num_new_tokens if other is request else self._new_tokens(other)
-                self.hooks.compact(other, new)
+                self.hooks.evictor.compact(other, new)
                 missing = self._missing_blocks(request, num_new_tokens)
         if missing > 0 and self.elastic:
             missing -= self.reclaim(missing, keep=request.request_id)
@@ -235,10 +236,6 @@ class PressureControl:
         )
         held = len(self.hooks.manager.req_to_blocks[request.request_id])
         return cdiv(slots, self.block_size) - held - self.pool.get_num_free_blocks()
-
-    def note_allocated(self, req_id: str) -> None:
-        """A request was served in this step."""
-        self._allocated.add(req_id)
 
     def wants_reports(self) -> list[str]:
         """Requests whose scores may be needed two steps from now; the furthest above first."""
