@@ -60,7 +60,7 @@ class Side:
         if self.together:
             counts = np.array([len(v) for v in victims])
             event = execute_batch(states, np.concatenate(victims), counts, expected, self.counters)
-            released, last = event.released(), event.last_kept()
+            released, last = event.rows.gone, event.rows.last
             rewritten = [[] for _ in due]
             for i, pos in zip(*event.rewritten(), strict=True):
                 rewritten[i].append(pos)
@@ -172,7 +172,7 @@ def test_requests_that_left_do_not_change_the_others(seed):
     event = event.only(stays)
     for e in due:
         i = due.index(e)
-        row, gone, last = many.rows[e], event.released()[i], event.last_kept()[i]
+        row, gone, last = many.rows[e], event.rows.gone[i], event.rows.last[i]
         many.rows[e] = [b for p, b in enumerate(row) if p not in {*gone, last}] + [row[last]]
     many._allocate_new(due, [1] * len(due))
     batch = finalize_batch(

@@ -125,14 +125,17 @@ class TestPrefixCache:
 
 
 class TestSteps:
-    def test_execution_is_idempotent_within_a_step(self):
-        e = engine()
+    @pytest.mark.parametrize("is_decoding", [True, False])
+    def test_execution_is_idempotent_within_a_step(self, is_decoding):
+        """A decoding request loses its tokens at the head of a step, a prompt in between."""
+        e = engine({"max_num_batched_tokens": 32 if is_decoding else 16})
         e.add("a", PREFIX, 20)
         e.step()
         hooks = e.hooks
         hooks.begin_step()
-        assert "a" in hooks.plans
-        hooks.note_allocation(1)
+        assert ("a" in hooks.plans) == (not is_decoding)
+        assert (hooks.counters.evicted_tokens > 0) == is_decoding
+        hooks.note_allocation(1 if is_decoding else 8)
         hooks.execute("a")
         evicted, free = hooks.counters.evicted_tokens, e.block_pool.get_num_free_blocks()
         assert evicted > 0

@@ -15,18 +15,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtoken.core.table import NO_SLOTS, RequestTable
+from vtoken.core.table import ONE, RequestTable
 
-_FULL = np.iinfo(np.int32).max  # a block that is never chosen
-_FEW = 8  # as many minima are found one by one, before a partition is faster
+_counting = np.arange(0)
+_FULL = np.iinfo(np.int64).max  # beyond every position
+
+
+def arange(size: int) -> np.ndarray:
+    """int64[size], 0, 1, 2, ...: a view that nobody may write into."""
+    global _counting
+    if size > len(_counting):
+        _counting = np.arange(2 * size)
+        _counting.flags.writeable = False
+    return _counting[:size]
 
 
 def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(owner, index within its part) of every entry of a ragged array, int64[K] each."""
     ends = counts.cumsum()
     total = int(ends[-1]) if len(ends) else 0
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(total) - (ends - counts)[owner]
+    owner = arange(len(counts)).repeat(counts)
+    return owner, arange(total) - (ends - counts).repeat(counts)
 
 
 class Tables:
@@ -81,7 +90,7 @@ class Tables:
         at, offset = base + handle, physical % N
         arena.index_of[self.tokens[owner] + ids] = handle * N + offset
         arena.id_at[at * N + offset] = ids
-        np.add.at(arena.live_in, at, 1)
+        np.add.at(arena.live_in, at, ONE)
         for table, length, count in zip(tables, lengths.tolist(), counts.tolist(), strict=True):
             assert table.num_physical_tokens + count <= table.num_blocks * N, table.req_id
             table.num_computed_tokens = length
@@ -125,14 +134,14 @@ class Tables:
             (local slots that became holes int32[K], owner int64[K]).
         """
         arena, N = self.arena, self.block_size
-        owner = np.repeat(np.arange(len(counts)), counts)
+        owner = arange(len(counts)).repeat(counts)
         at = self.tokens[owner] + ids
         local = arena.index_of[at]
         assert (local >= 0).all(), "evicting a token that is not live"
         arena.index_of[at] = -1
         base = self.blocks[owner]
         arena.id_at[base * N + local] = -1
-        np.subtract.at(arena.live_in, base + local // N, 1)
+        np.subtract.at(arena.live_in, base + local // N, ONE)
         ends = counts.cumsum()
         runs = zip(ids[ends - counts].tolist(), ids[ends - 1].tolist(), counts.tolist(), strict=True)
         for table, (first, last, count) in zip(self.tables, runs, strict=True):
@@ -144,103 +153,120 @@ class Tables:
 
 @dataclass(slots=True)
 class Rows:
-    """Which blocks of E rows stay.
+    """Which blocks of E rows stay; the rows themselves are still as they were.
 
     Attributes:
         num_blocks, num_keep: int64[E].
-        handles: int32[E, B], of the old rows; only the first num_blocks of a row mean something.
-        kept, owner, rank: ragged over the new rows: old row position, request, new position.
-        start: int64[E + 1], where each request's part of `kept` begins.
-        new_pos: int32[E, B], new position of an old one, -1 where the block goes.
-        gone_owner, gone_pos: the blocks that go, by request and position.
+        gone: old positions that go, ascending, by request.
+        last: old positions of the new rows' last blocks; the others that stay keep their order.
+        cuts: old positions that leave their place, ascending: `gone`, and `last` where a block
+            in front of it goes to the end.
+        kept: int32, ragged with `num_keep`: the old position at each new one.
+        start: where each request's part of `kept` begins.
         changed: bool[E], rows that are not as they were.
     """
 
     num_blocks: np.ndarray
     num_keep: np.ndarray
-    handles: np.ndarray
+    gone: list[list[int]]
+    last: list[int]
+    cuts: list[list[int]]
     kept: np.ndarray
-    owner: np.ndarray
-    rank: np.ndarray
-    start: np.ndarray
-    new_pos: np.ndarray
-    gone_owner: np.ndarray
-    gone_pos: np.ndarray
+    start: list[int]
     changed: np.ndarray
 
     def only(self, stays: np.ndarray) -> Rows:
         """The rows of some requests: bool[E]."""
-        number = stays.cumsum() - 1
-        mine, gone = stays[self.owner], stays[self.gone_owner]
-        num_keep = self.num_keep[stays]
-        return Rows(
-            self.num_blocks[stays], num_keep, self.handles[stays], self.kept[mine],
-            number[self.owner[mine]], self.rank[mine], np.append(0, num_keep.cumsum()),
-            self.new_pos[stays], number[self.gone_owner[gone]], self.gone_pos[gone],
-            self.changed[stays],
-        )  # fmt: skip
+        some = np.flatnonzero(stays).tolist()
+        gone, last = [self.gone[e] for e in some], [self.last[e] for e in some]
+        return _make_rows(self.num_blocks[stays], self.num_keep[stays], gone, last)
+
+    def kept_of(self, e: int) -> np.ndarray:
+        """int32[num_keep[e]], a view."""
+        start = self.start[e]
+        return self.kept[start : start + int(self.num_keep[e])]
+
+    def new_positions(self, owner: np.ndarray, old: np.ndarray) -> np.ndarray:
+        """New position of each old one of a request; -1 where the block goes."""
+        last = np.array(self.last)[owner]
+        new = np.where(old == last, self.num_keep[owner] - 1, old - (old > last))
+        most = max(len(g) for g in self.gone)
+        for k in range(most):
+            removed = np.array([g[k] if k < len(g) else _FULL for g in self.gone])[owner]
+            new -= (removed < old) & (old != last)
+            new[removed == old] = -1
+        return new
 
 
-def choose_rows(batch: Tables, num_keep: np.ndarray) -> Rows:
+def _make_rows(num_blocks, num_keep, gone: list[list[int]], last: list[int]) -> Rows:
+    ends = num_keep.cumsum()
+    start = (ends - num_keep).tolist()
+    kept, places = np.empty(int(ends[-1]), np.int32), arange(int(num_blocks.max()))
+    changed = num_keep < num_blocks
+    sizes, all_cuts = num_blocks.tolist(), []
+    for e, (removed, final) in enumerate(zip(gone, last, strict=True)):
+        at, first = start[e], 0
+        cuts = removed
+        if final != sizes[e] - 1:
+            cuts = sorted((*removed, final))
+            changed[e] = True
+        all_cuts.append(cuts)
+        for cut in (*cuts, sizes[e]):  # what lies between blocks that leave their place
+            kept[at : at + cut - first] = places[first:cut]
+            at, first = at + cut - first, cut + 1
+        if cuts is not removed:
+            kept[at] = final
+    return Rows(num_blocks, num_keep, gone, last, all_cuts, kept, start, changed)
+
+
+def choose_rows(
+    batch: Tables, num_keep: np.ndarray, holes: np.ndarray, hole_owner: np.ndarray
+) -> Rows:
     """Choose the blocks to keep so that the fewest tokens move; as `reclaim.choose_kept`.
+
+    Before the eviction every block was full but for the tail. So those that go, and the emptiest,
+    are among those that lost a token and the tail: the cost does not grow with the row.
 
     Args:
         num_keep: int64[E], at most the blocks of the row, at least one.
+        holes, hole_owner: local slots of the dead tokens.
     """
-    arena = batch.arena
+    arena, N = batch.arena, batch.block_size
     num_blocks = np.array([t.num_blocks for t in batch.tables])
-    B = int(num_blocks.max())
-    columns = np.arange(B)
-    exists = columns < num_blocks[:, None]
-    at = batch.blocks[:, None] + columns
-    np.minimum(at, len(arena.row) - 1, out=at)  # past the end of a shorter row
-    handles = np.where(exists, arena.row[at], 0)
-    fullness = arena.live_in[batch.blocks[:, None] + handles] * np.int32(B)
+    full = np.array([t.num_physical_tokens for t in batch.tables]) // N
+    at = batch.blocks[hole_owner] + holes // N
+    tail_owner, within = ragged(num_blocks - full)
+    tail = full[tail_owner] + within
+    tail_at = batch.blocks[tail_owner] + arena.row[batch.blocks[tail_owner] + tail]
+    owner = np.concatenate([hole_owner, tail_owner])
+    pos = np.concatenate([arena.pos_of[at], tail])
+    live = arena.live_in[np.concatenate([at, tail_at])]
     # Larger is fuller; ties go to the later block.
-    key = np.where(exists, fullness + columns.astype(np.int32), _FULL)
-    gone_owner, gone_pos = _lowest(key, num_blocks - num_keep)
-    stays = exists
-    stays[gone_owner, gone_pos] = False
-    # The emptiest goes last. Equally empty: the one at the end stays there.
-    last = np.where(stays, fullness + (B - 1 - columns).astype(np.int32), _FULL).argmin(axis=1)
-    owner, kept = np.nonzero(stays)
-    ends = num_keep.cumsum()
-    start = ends - num_keep
-    moved = np.flatnonzero(kept[ends - 1] != last)
-    for e in moved:
-        part = kept[start[e] : ends[e]]
-        i = int(part.searchsorted(last[e]))
-        part[i:-1] = part[i + 1 :]
-        part[-1] = last[e]
-    rank = np.arange(len(kept)) - start[owner]
-    new_pos = np.full((len(num_blocks), B), -1, np.int32)
-    new_pos[owner, kept] = rank
-    changed = num_keep < num_blocks
-    changed[moved] = True
-    return Rows(
-        num_blocks, num_keep, handles, kept, owner, rank, np.append(start, ends[-1]), new_pos,
-        gone_owner, gone_pos, changed,
-    )  # fmt: skip
+    B = int(num_blocks.max())
+    key = np.sort((owner * (N + 1) + live) * B + pos)
+    key = key[np.append(True, key[1:] != key[:-1])] if len(key) else key
+    owner, pos = key // ((N + 1) * B), key % B
+    counts = np.bincount(owner, minlength=len(num_blocks)).tolist()
+    pos, key = pos.tolist(), (key // B).tolist()
+    gone, last, first = [], [], 0
+    sizes = zip(num_blocks.tolist(), num_keep.tolist(), counts, strict=True)
+    for size, keep, count in sizes:
+        end, num_gone = first + count, size - keep
+        assert num_gone <= count, "a row was not packed before the eviction"
+        gone.append(sorted(pos[first : first + num_gone]))
+        first += num_gone
+        # The emptiest goes last. Equally empty: the one at the end stays there.
+        if first < end:
+            last.append(_last_of_emptiest(pos, key, first, end))
+        else:  # all that stay are full
+            last.append(max(set(range(size - num_gone - 1, size)).difference(gone[-1])))
+        first = end
+    return _make_rows(num_blocks, num_keep, gone, last)
 
 
-def _lowest(key: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of the counts[e] lowest keys of every row e, in order; keys are distinct.
-
-    Changes `key`.
-    """
-    most = int(counts.max())
-    if most == 0:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    if most <= _FEW:
-        chosen = np.zeros(key.shape, bool)
-        for k in range(most):
-            rows = np.flatnonzero(counts > k)
-            columns = key[rows].argmin(axis=1) if len(rows) < len(key) else key.argmin(axis=1)
-            chosen[rows, columns] = True
-            key[rows, columns] = _FULL
-        return np.nonzero(chosen)
-    columns = [
-        np.sort(np.argpartition(row, count - 1)[:count]) if count else NO_SLOTS
-        for row, count in zip(key, counts.tolist(), strict=True)
-    ]
-    return np.repeat(np.arange(len(key)), counts), np.concatenate(columns)
+def _last_of_emptiest(pos: list[int], fullness: list[int], first: int, end: int) -> int:
+    """The greatest position among those as empty as the first; both ascend together."""
+    i = first
+    while i + 1 < end and fullness[i + 1] == fullness[first]:
+        i += 1
+    return pos[i]

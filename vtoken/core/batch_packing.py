@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtoken.core.batch import Rows, Tables, ragged
-from vtoken.core.table import NO_SLOTS
+from vtoken.core.batch import Rows, Tables, arange, ragged
+from vtoken.core.table import NO_SLOTS, ONE
+
+_GONE = 1 << 60
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ def pack(
         holes, hole_owner: local slots of the dead tokens below the physical lengths.
         num_new: int64[E], tokens scheduled in this step.
     """
-    arena, N, E = batch.arena, batch.block_size, len(batch.tables)
+    N, E = batch.block_size, len(batch.tables)
     live = np.array([t.num_live_tokens for t in batch.tables])
     takes_hole = num_new == 1
     end = live + takes_hole  # the packed end
@@ -55,54 +57,63 @@ def pack(
     reuses = takes_hole & (end <= capacity)
     dead_counts = np.bincount(dead_owner, minlength=E)
     taken = dead_counts.cumsum()[reuses] - 1  # the last one of each
-    reused = dead[taken]
-    destination = np.delete(dead, taken) if len(taken) else dead
+    stays = np.ones(len(dead), bool)
+    stays[taken] = False
     move_counts = np.bincount(source_owner, minlength=E)
     assert (move_counts == dead_counts - reuses).all(), "holes and displaced tokens do not pair up"
 
-    slots = _move(batch, source, destination, source_owner)
+    slots = _move(batch, source, dead[stays], source_owner)
     _set_rows(batch, rows)
     new_token_index = np.full(E, -1, np.int64)
-    num_reused = _reuse(batch, rows, np.flatnonzero(reuses), reused, new_token_index)
+    num_reused = _reuse(batch, np.flatnonzero(reuses), dead[taken], new_token_index)
     return Packed(*slots, move_counts, new_token_index, num_new - reuses, num_reused)
 
 
 def _dead_inside(batch, rows: Rows, holes, hole_owner, in_row):
     """Dead local slots below the packed end, by request and new index: (slots, owner)."""
-    N = batch.block_size
+    arena, N = batch.arena, batch.block_size
     physical = np.array([t.num_physical_tokens for t in batch.tables])
-    owner, within = ragged(rows.num_blocks * N - physical)  # the unused tail of the old rows
-    index = physical[owner] + within
-    tail = rows.handles[owner, index // N] * N + index % N
-    dead, owner = np.concatenate([holes, tail]), np.concatenate([hole_owner, owner])
-    old_pos = batch.arena.pos_of[batch.blocks[owner] + dead // N]
-    new_pos = rows.new_pos[owner, old_pos]
+    tail_owner, within = ragged(rows.num_blocks * N - physical)  # unused slots of the old rows
+    index = physical[tail_owner] + within
+    tail_pos = index // N
+    tail = arena.row[batch.blocks[tail_owner] + tail_pos] * N + index % N
+    hole_pos = arena.pos_of[batch.blocks[hole_owner] + holes // N]
+    dead, owner = np.concatenate([holes, tail]), np.concatenate([hole_owner, tail_owner])
+    new_pos = rows.new_positions(owner, np.concatenate([hole_pos, tail_pos]))
     index = new_pos * N + dead % N
-    inside = (new_pos >= 0) & (index < in_row[owner])
-    dead, owner, index = dead[inside], owner[inside], index[inside]
-    order = (owner * (rows.new_pos.shape[1] * N) + index).argsort()
-    return dead[order], owner[order]
+    inside = np.flatnonzero((new_pos >= 0) & (index < in_row[owner]))
+    owner, index = owner[inside], index[inside]
+    order = (owner * (int(rows.num_blocks.max()) * N) + index).argsort()
+    return dead[inside[order]], owner[order]
 
 
 def _live_outside(batch, rows: Rows, end):
     """Live local slots in blocks that go, and beyond the packed end: (slots, owner)."""
-    N = batch.block_size
-    first = end // N
-    owner, within = ragged(np.maximum(rows.num_keep - first, 0))
-    rank = first[owner] + within
-    beyond = rows.kept[rows.start[owner] + rank]
-    all_owner = np.concatenate([rows.gone_owner, owner])
-    handles = rows.handles[all_owner, np.concatenate([rows.gone_pos, beyond])]
-    # Index of a block's first slot in the new row; past every end for those that go.
-    index = np.concatenate([np.full(len(rows.gone_pos), np.iinfo(np.int64).max - N), rank * N])
-    offsets = np.arange(N)
-    ids = batch.arena.id_at.reshape(-1, N)[batch.blocks[all_owner] + handles]
-    block, offset = np.nonzero((ids >= 0) & (index[:, None] + offsets >= end[all_owner, None]))
-    slots, slot_owner = handles[block] * N + offset, all_owner[block]
-    if len(rows.gone_pos) and len(owner):
-        order = slot_owner.argsort(kind="stable")
-        slots, slot_owner = slots[order], slot_owner[order]
-    return slots, slot_owner
+    arena, N = batch.arena, batch.block_size
+    owner: list[int] = []
+    pos: list[int] = []
+    index: list[int] = []  # of the block's first slot in the new row; past every end if it goes
+    parts = zip(rows.gone, rows.last, (end // N).tolist(), rows.num_keep.tolist(), strict=True)
+    for e, (gone, last, first, num_keep) in enumerate(parts):
+        beyond = num_keep - first
+        if beyond > 1:
+            pos += [*gone, *rows.kept_of(e)[first:].tolist()]
+        elif beyond == 1:
+            pos += [*gone, last]
+        else:
+            pos += gone
+        index += [_GONE] * len(gone) + [p * N for p in range(first, num_keep)]
+        owner += [e] * (len(pos) - len(owner))
+    if not owner:
+        return NO_SLOTS, np.empty(0, np.int64)
+    owners = np.array(owner)
+    base = batch.blocks[owners]
+    handles = arena.row[base + pos]
+    ids = arena.id_at.reshape(-1, N)[base + handles]
+    outside = np.array(index)[:, None] + arange(N) >= end[owners, None]
+    at = np.flatnonzero((ids >= 0) & outside)
+    block = at // N
+    return handles[block] * N + at % N, owners[block]
 
 
 def _move(batch, source, destination, owner) -> tuple[np.ndarray, np.ndarray]:
@@ -118,8 +129,8 @@ def _move(batch, source, destination, owner) -> tuple[np.ndarray, np.ndarray]:
     arena.id_at[from_slot] = -1
     arena.id_at[to_slot] = ids
     arena.index_of[batch.tokens[owner] + ids] = destination
-    np.subtract.at(arena.live_in, from_block, 1)
-    np.add.at(arena.live_in, to_block, 1)
+    np.subtract.at(arena.live_in, from_block, ONE)
+    np.add.at(arena.live_in, to_block, ONE)
     return (
         arena.block_id[from_block].astype(np.int64) * N + source % N,
         arena.block_id[to_block].astype(np.int64) * N + destination % N,
@@ -128,42 +139,46 @@ def _move(batch, source, destination, owner) -> tuple[np.ndarray, np.ndarray]:
 
 def _set_rows(batch, rows: Rows) -> None:
     """As `RequestTable.set_row` and `forget_handles`, and no holes are left."""
-    arena = batch.arena
-    handles = rows.handles[rows.owner, rows.kept]
-    base = batch.blocks[rows.owner]
-    arena.row[base + rows.rank] = handles
-    arena.pos_of[base + handles] = rows.rank
-    gone = rows.handles[rows.gone_owner, rows.gone_pos]
-    at = batch.blocks[rows.gone_owner] + gone
-    assert not arena.live_in[at].any(), "a released block has live tokens"
-    arena.pos_of[at] = -1
-    for e, handle in zip(rows.gone_owner.tolist(), gone.tolist(), strict=True):
-        batch.tables[e].give_handle(handle)
-    for table, num_keep in zip(batch.tables, rows.num_keep.tolist(), strict=True):
+    places = arange(int(rows.num_blocks.max()))
+    for e, (table, num_keep) in enumerate(zip(batch.tables, rows.num_keep.tolist(), strict=True)):
+        cuts = rows.cuts[e]
+        if cuts:
+            row, moved = table.row, int(table.row[rows.last[e]])
+            for pos in rows.gone[e]:
+                handle = int(row[pos])
+                assert not table.live_in[handle], f"{table.req_id}: a released block is in use"
+                table.pos_of[handle] = -1
+                table.give_handle(handle)
+            first = at = cuts[0]  # in front of it nothing changes
+            for cut, stop in zip(cuts, (*cuts[1:], table.num_blocks), strict=True):
+                row[at : at + stop - cut - 1] = row[cut + 1 : stop]
+                at += stop - cut - 1
+            if len(cuts) > len(rows.gone[e]):
+                row[at] = moved
+            table.pos_of[row[first:num_keep]] = places[first:num_keep]
         table.num_blocks, table.holes = num_keep, NO_SLOTS
         table.num_physical_tokens = table.num_live_tokens
 
 
-def _reuse(batch, rows: Rows, owner, local, new_token_index) -> int:
+def _reuse(batch, owner, local, new_token_index) -> int:
     """Give the single new tokens of some requests a dead slot each; as `put_next`."""
     if not len(owner):
         return 0
-    arena, N, tables = batch.arena, batch.block_size, batch.tables
+    arena, N = batch.arena, batch.block_size
+    tables = [batch.tables[e] for e in owner.tolist()]
     at = batch.blocks[owner] + local // N
     index = arena.pos_of[at] * N + local % N
-    ids, last = [], []
-    for e in owner.tolist():
-        table = tables[e]
+    ids = np.array([t.num_computed_tokens for t in tables])
+    last = np.array([t.num_physical_tokens for t in tables])
+    for table in tables:
         table.make_room(0, table.num_computed_tokens + 1)
-        ids.append(table.num_computed_tokens)
-        last.append(table.num_physical_tokens)
         table.num_computed_tokens += 1
         table.num_physical_tokens += 1
         table.num_live_tokens += 1
-    batch.find_regions()  # one may have outgrown its own
-    arena.index_of[batch.tokens[owner] + ids] = local
+    tokens = np.array([t.token_base for t in tables])  # one may have outgrown its own
+    arena.index_of[tokens + ids] = local
     arena.id_at[batch.blocks[owner] * N + local] = ids
-    arena.live_in[at] += 1  # one per request: no block twice
+    arena.live_in[at] += ONE  # one per request: no block twice
     inside = index != last  # else it goes to the packed end by itself
     new_token_index[owner[inside]] = index[inside]
     return int(inside.sum())

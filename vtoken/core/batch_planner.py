@@ -41,30 +41,21 @@ class BatchEvent:
             states, self.rows.only(stays), self.holes[mine], number[self.hole_owner[mine]]
         )
 
-    def released(self) -> list[list[int]]:
-        """Row positions that go, ascending, by request."""
-        gone: list[list[int]] = [[] for _ in self.states]
-        pairs = zip(self.rows.gone_owner.tolist(), self.rows.gone_pos.tolist(), strict=True)
-        for e, pos in pairs:
-            gone[e].append(pos)
-        return gone
-
-    def last_kept(self) -> list[int]:
-        """Old position of each new row's last block; the others stay in order."""
-        return self.rows.kept[self.rows.start[1:] - 1].tolist()
-
     def rewritten(self) -> tuple[list[int], list[int]]:
         """(request, old row position) of blocks that stay and will be written into."""
-        batch, rows = Tables([s.table for s in self.states]), self.rows
-        N = batch.block_size
-        holed = batch.arena.pos_of[batch.blocks[self.hole_owner] + self.holes // N]
-        live = np.array([t.num_live_tokens for t in batch.tables])
-        beyond = rows.rank >= live[rows.owner] // N  # new tokens overwrite what moves out
-        marked = np.zeros(rows.new_pos.shape, bool)
-        marked[self.hole_owner, holed] = True
-        marked[rows.owner[beyond], rows.kept[beyond]] = True
-        owner, pos = np.nonzero(marked & (rows.new_pos >= 0))
-        return owner.tolist(), pos.tolist()
+        rows, found = self.rows, []
+        tables = [s.table for s in self.states]
+        positions: list[set[int]] = []
+        for e, table in enumerate(tables):
+            beyond = table.num_live_tokens // table.block_size  # overwritten after moving out
+            positions.append(set(rows.kept_of(e)[beyond:].tolist()))
+        batch = Tables(tables)
+        holed = batch.arena.pos_of[batch.blocks[self.hole_owner] + self.holes // batch.block_size]
+        for e, pos in zip(self.hole_owner.tolist(), holed.tolist(), strict=True):
+            positions[e].add(pos)
+        for e, some in enumerate(positions):
+            found += [(e, pos) for pos in sorted(some.difference(rows.gone[e]))]
+        return [e for e, _ in found], [pos for _, pos in found]
 
 
 def execute_batch(
@@ -85,13 +76,15 @@ def execute_batch(
     holes, owner = batch.evict(ids, counts)
     live = np.array([t.num_live_tokens for t in batch.tables])
     num_blocks = np.array([t.num_blocks for t in batch.tables])
-    rows = choose_rows(batch, np.minimum(num_blocks, -(-(live + num_new) // batch.block_size)))
+    num_keep = np.minimum(num_blocks, -(-(live + num_new) // batch.block_size))
+    rows = choose_rows(batch, num_keep, holes, owner)
+    released = num_blocks - num_keep
     counters.evicted_tokens += len(ids)
     counters.eviction_events += len(states)
-    counters.dropped_blocks += len(rows.gone_pos)
-    for state, released in zip(states, (num_blocks - rows.num_keep).tolist(), strict=True):
+    counters.dropped_blocks += int(released.sum())
+    for state, count in zip(states, released.tolist(), strict=True):
         state.executed = state.packs = True
-        state.num_released = released
+        state.num_released = count
     return BatchEvent(list(states), rows, holes, owner)
 
 
@@ -123,14 +116,16 @@ def finalize_batch(
     for state in states:
         state.executed = state.packs = False
         state.num_released = 0
-    is_new = rows.changed[rows.owner]
+    row_kept = rows.kept
+    if not rows.changed.all():
+        row_kept = row_kept[rows.changed.repeat(rows.num_keep)]
     return BatchSteps(
         req_ids=[t.req_id for t in batch.tables],
         num_reclaimed=np.array([t.num_reclaimed_tokens for t in batch.tables]),
         new_token_index=packed.new_token_index,
         rewrites_row=rows.changed,
         row_counts=np.where(rows.changed, rows.num_keep, 0),
-        row_kept=rows.kept if is_new.all() else rows.kept[is_new],
+        row_kept=row_kept,
         move_counts=packed.move_counts,
         move_source=packed.source,
         move_destination=packed.destination,

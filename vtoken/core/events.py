@@ -109,7 +109,7 @@ class BatchSteps:
     """Entries of a StepPlan for E requests whose holes were all filled in this step.
 
     Attributes:
-        row_kept: int, ragged with `row_counts`; 0 where the row is not rewritten.
+        row_kept: int32, ragged with `row_counts`; 0 where the row is not rewritten.
         move_source, move_destination: int64[M], vLLM slots, ragged with `move_counts`.
     """
 
@@ -145,6 +145,8 @@ def build_step_plan(
     """Flatten a step's entries, those of `batch` first; None when there is nothing to say."""
     if not steps and batch is None and not report_req_ids and not fresh_blocks:
         return None
+    if batch is not None and not steps:
+        return _plan_of_batch(step_seq, batch, report_req_ids, fresh_blocks)
 
     def join(name: str, mine: Sequence, dtype) -> np.ndarray:
         if batch is None:
@@ -175,6 +177,32 @@ def build_step_plan(
         move_start=_starts(join("move_counts", move_counts, np.int64)),
         move_source=join("move_source", move_source, np.int64),
         move_destination=join("move_destination", _flatten(targets, np.int64)[1], np.int64),
+        report_req_ids=report_req_ids,
+        fresh_blocks=np.array(fresh_blocks, np.int32),
+    )
+
+
+def _plan_of_batch(
+    step_seq: int, batch: BatchSteps, report_req_ids: list[str], fresh_blocks: Sequence[int]
+) -> StepPlan:
+    """`build_step_plan` without entries of single requests, as in most steps."""
+    nothing = np.zeros(len(batch.req_ids) + 1, np.int32)
+    return StepPlan(
+        step_seq=step_seq,
+        req_ids=list(batch.req_ids),
+        num_reclaimed=batch.num_reclaimed.astype(np.int32),
+        new_token_index=batch.new_token_index.astype(np.int32),
+        rewrites_row=batch.rewrites_row,
+        row_start=_starts(batch.row_counts),
+        row_kept=batch.row_kept,
+        added_start=nothing,
+        row_added=_NO_KEPT,
+        mask_kind=np.full(len(batch.req_ids), MASK_PACKED, np.uint8),
+        mask_start=nothing,
+        mask_bits=_NO_BITS,
+        move_start=_starts(batch.move_counts),
+        move_source=batch.move_source,
+        move_destination=batch.move_destination,
         report_req_ids=report_req_ids,
         fresh_blocks=np.array(fresh_blocks, np.int32),
     )

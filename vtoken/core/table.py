@@ -30,6 +30,7 @@ import numpy as np
 from vtoken.core.arena import Arena
 from vtoken.units import cdiv
 
+ONE = np.int32(1)  # ufunc.at is slow where it has to convert
 NO_SLOTS = np.empty(0, np.int32)
 
 
@@ -229,7 +230,7 @@ class RequestTable:
         assert (local >= 0).all(), f"{self.req_id}: evicting a token that is not live"
         self.index_of[ids] = -1
         self.id_at[local] = -1
-        np.subtract.at(self.live_in, local // self.block_size, 1)
+        np.subtract.at(self.live_in, local // self.block_size, ONE)
         self.num_live_tokens -= len(ids)
         self.holes = np.concatenate([self.holes, local]) if len(self.holes) else local
         return local
@@ -246,8 +247,8 @@ class RequestTable:
         self.id_at[destination] = ids
         self.index_of[ids] = destination
         N = self.block_size
-        np.subtract.at(self.live_in, source // N, 1)
-        np.add.at(self.live_in, destination // N, 1)
+        np.subtract.at(self.live_in, source // N, ONE)
+        np.add.at(self.live_in, destination // N, ONE)
 
     def put_next(self, local: int) -> None:
         """Give the next logical id a dead slot inside the layout (slot reuse, no copy)."""

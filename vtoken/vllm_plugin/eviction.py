@@ -55,7 +55,7 @@ class Evictor:
             written = [rows[e][i] for e, i in zip(*event.rewritten(), strict=True)]
             self._forget_hashes(written)
         gone, cached = [], self.manager.num_cached_block
-        parts = zip(states, rows, event.released(), event.last_kept(), strict=True)
+        parts = zip(states, rows, event.rows.gone, event.rows.last, strict=True)
         for state, blocks, released, last in parts:
             last_block = blocks[last]
             gone += [blocks[i] for i in reversed(released)]
