@@ -109,11 +109,51 @@ class PressureControl:
             # Its holes count as room: they are filled before the allocation fails.
             live = num_computed_tokens - state.table.num_evicted_tokens - planned
             room += len(hooks.manager.req_to_blocks[request.request_id]) * N - live
-        if room >= num_new_tokens:
+        idle_hits: list = []
+        if state is None and room - num_computed_tokens < num_new_tokens:
+            # Blocks that it hits and nobody holds still count as free.
+            idle_hits = self._idle_hits(request, num_computed_tokens)
+            room -= len(idle_hits) * N
+        if room >= num_new_tokens + self._tokens_before_scores(request, num_computed_tokens + num_new_tokens):
             return num_new_tokens
-        if room < 1:
-            return 0 if others or state is not None else num_new_tokens
-        return room
+        shorter = min(room, num_new_tokens - 1)
+        if shorter >= 1:
+            return shorter
+        if room >= num_new_tokens and not self._can_lose_tokens(request, state):
+            return num_new_tokens  # waiting would not make room
+        if idle_hits and not running:
+            # Alone, and its hits fill the pool: it could never start. Compute the last anew.
+            self.pool.evict_blocks({idle_hits[-1].block_id})
+            return 0
+        return 0 if others or state is not None else num_new_tokens
+
+    def _idle_hits(self, request, num_hit_tokens: int) -> list:
+        """Blocks of a waiting request's prefix hit that no request holds."""
+        group = [self.hooks.manager.kv_cache_group_id]
+        hashes = request.block_hashes[: num_hit_tokens // self.block_size]
+        found = [self.pool.get_cached_block(h, group) for h in hashes]
+        return [blocks[0] for blocks in found if blocks and blocks[0].ref_cnt == 0]
+
+    def _tokens_before_scores(self, request, length: int) -> int:
+        """Tokens that a request generates after a chunk up to `length` before it can lose any.
+
+        With a prompt's last chunk decoding begins, and nothing can be evicted before the scores
+        of that chunk are here.
+        """
+        if not self.hooks.scored or length < request.num_tokens:
+            return 0
+        left = request.max_tokens - request.num_output_tokens - 1  # the last one needs no slot
+        return max(0, min(SCORE_DELAY_STEPS - 1, left))
+
+    def _can_lose_tokens(self, request, state) -> bool:
+        """Whether a request is above its budget, so that it can be evicted from when scores come."""
+        if state is None or state.budget is None:
+            return False
+        length, protected = request.num_computed_tokens, state.num_protected
+        if not self.elastic:
+            return length >= state.next_eviction_len
+        live = length - state.table.num_evicted_tokens - protected
+        return live > int(state.budget.tokens(length - protected))
 
     # ---- shortage --------------------------------------------------------------------------
 
