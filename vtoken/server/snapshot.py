@@ -57,7 +57,7 @@ def snapshot(scheduler, engine_index: int = 0) -> dict:
         "tokens": {"live": live, "dead": dead},
         "fragmentation_ratio": dead / (live + dead) if live + dead else 0.0,
         "counters": hooks.counters.as_dict() if hooks is not None else {},
-        "reserved_blocks": hooks.pressure.num_reserved if hooks is not None else None,
+        "reserved_blocks": hooks.admission.num_claimed if hooks is not None else None,
         "blocks_per_cell": step,
         "cells": per_block.cells(step),
         "num_running": len(scheduler.running),

@@ -27,6 +27,7 @@ from vtoken.core.events import Counters, StepPlan, TraceEntry, build_step_plan
 from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
 from vtoken.core.table import NO_SLOTS, TokenTable
 from vtoken.policies.base import ScoreKind
+from vtoken.vllm_plugin.admission import Admission
 from vtoken.vllm_plugin.asking import ReportAsker
 from vtoken.vllm_plugin.budgets import RequestBudgets
 from vtoken.vllm_plugin.choosing import VictimChooser
@@ -89,6 +90,7 @@ class SchedulerHooks:
             from vtoken.vllm_plugin.checks import SchedulerChecker  # brings torch in
 
             self.checker = SchedulerChecker(self)
+        self.admission = Admission(self, self.pressure.low)
         self.chunk_limits = [self.pressure.cap_chunk]
         if self.log is not None:
             self.chunk_limits.append(self.log.cut_chunk)
@@ -313,9 +315,9 @@ class SchedulerHooks:
         self.plans.pop(req_id, None)
         self.shares.forget(req_id)
         self.reports.forget(req_id)
-        self.pressure.release(req_id)
+        self.admission.release(req_id)
         if request is not None and request.is_finished():
-            self.pressure.lengths.add(request.num_output_tokens)
+            self.admission.lengths.add(request.num_output_tokens)
 
     def describe(self) -> dict[str, object]:
         """What results say of the scores in force: their kind, and which queries count."""

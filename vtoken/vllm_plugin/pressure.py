@@ -15,21 +15,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from vtoken.core.pressure import OutputLengths, PoolView, share_shortfall, tokens_to_give
+from vtoken.core.pressure import PoolView, share_shortfall, tokens_to_give
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.sizing import peak_tokens
-
-# Scores are two steps old when they are used: the pool must last that long.
-SCORE_DELAY_STEPS = 3
-
+from vtoken.vllm_plugin.sizing import SCORE_DELAY_STEPS, peak_tokens
 
 class PressureControl:
     """See the module's head.
 
     Attributes:
         usable: blocks in the pool, the null block left out.
-        reserved: per running request, blocks of its projected peak.
-        declined: admissions put off for lack of projected room.
         allocated: requests served in this step: their rows are out.
     """
 
@@ -40,52 +34,12 @@ class PressureControl:
         self.usable = self.pool.num_gpu_blocks - 1
         self.low = int(self.config.low_watermark_frac * self.usable)
         self.elastic = self.config.evict_when == "pressure"
-        self.lengths = OutputLengths()
-        self.reserved: dict[str, int] = {}
-        self.num_reserved = 0
-        self.declined = 0
         self.allocated: set[str] = set()
-
-    # ---- admission -------------------------------------------------------------------------
 
     @property
     def is_active(self) -> bool:
         """Whether requests can be made to shrink at all."""
         return self.hooks.budget is not None and self.config.mode == "vtoken"
-
-    def projected_blocks(self, request, num_hit_tokens: int = 0) -> int:
-        """Blocks a request will hold at its peak, beyond those it shares when it starts.
-
-        Unknown output length is a running estimate over finished requests.
-        """
-        at_most = request.max_tokens - request.num_output_tokens
-        limit = self.hooks.scheduler.max_model_len - request.num_tokens
-        output = self.lengths.estimate(max(1, min(at_most, limit)), at_most < limit)
-        total = request.num_tokens + output
-        budget = self.hooks.budget_of(request)
-        own = max(1, total - num_hit_tokens)
-        return cdiv(peak_tokens(budget, own, 1), self.block_size)
-
-    def admits(self, request, num_hit_tokens: int) -> bool:
-        """Whether a waiting request's projected peak fits beside the running ones'."""
-        if not self.is_active or not self.hooks.scheduler.running:
-            return True  # an empty engine takes anything that check_fits let in
-        peak = self.projected_blocks(request, num_hit_tokens)
-        fits = self.num_reserved + peak <= self.usable - self.low
-        self.declined += not fits
-        return fits
-
-    def admitted(self, request, num_hit_tokens: int) -> None:
-        """A request got its first slots: its peak counts from now on."""
-        if self.is_active:
-            self.release(request.request_id)
-            peak = self.projected_blocks(request, num_hit_tokens)
-            self.reserved[request.request_id] = peak
-            self.num_reserved += peak
-
-    def release(self, req_id: str) -> None:
-        """A request's blocks are gone: so is its claim."""
-        self.num_reserved -= self.reserved.pop(req_id, 0)
 
     # ---- chunks ----------------------------------------------------------------------------
 
@@ -103,7 +57,7 @@ class PressureControl:
         running = hooks.scheduler.running
         # Requests not yet served in this step may each need a block of their own.
         others = len(running) - len(self.allocated) - (state is not None)
-        room = (self.pool.get_num_free_blocks() - others) * N
+        room = (self.pool.get_num_free_blocks() - max(others, self._decode_slack())) * N
         if state is not None:
             planned = hooks.num_planned_victims(request.request_id)
             # Its holes count as room: they are filled before the allocation fails.
@@ -174,6 +128,16 @@ class PressureControl:
             return 0
         return cdiv(SCORE_DELAY_STEPS * len(self.hooks.scheduler.running), self.block_size) + 1
 
+    def _decode_slack(self) -> int:
+        """Blocks that decoding requests take before anybody's scores of this step can be used.
+
+        A chunk that left less would have a neighbour preempted whom nobody can make room for.
+        """
+        if not self.hooks.scored or not self.elastic:
+            return 0
+        decoding = sum(not r.is_prefill_chunk for r in self.hooks.scheduler.running)
+        return cdiv(SCORE_DELAY_STEPS * decoding, self.block_size) + 1 if decoding else 0
+
     def _blocks_needed(self) -> int:
         """Blocks that running requests, and those about to be admitted, take in this step."""
         hooks, scheduler = self.hooks, self.hooks.scheduler
@@ -199,14 +163,14 @@ class PressureControl:
 
     def _waiting_need(self, token_budget: int) -> int:
         """Blocks for the waiting requests that this step can admit."""
-        scheduler, N = self.hooks.scheduler, self.block_size
+        admission, scheduler, N = self.hooks.admission, self.hooks.scheduler, self.block_size
         places = scheduler.max_num_active_reqs - len(scheduler.running)
-        reserved, needed = self.num_reserved, 0
+        charged, needed = admission.charged_blocks(), 0
         for request in scheduler.waiting:
             if places <= 0 or token_budget <= 0:
                 break
-            reserved += self.projected_blocks(request)
-            if reserved > self.usable - self.low:
+            charged += admission.peak_blocks(request)
+            if charged > admission.room:
                 break
             budget = self.hooks.budget_of(request)
             needed += cdiv(peak_tokens(budget, request.num_tokens, N), N)
@@ -217,7 +181,8 @@ class PressureControl:
         """Make requests shrink until that many blocks came back, or nobody has more to give.
 
         Args:
-            keep: a request that gives nothing (it is the one that needs the room).
+            keep: a request that gives nothing: it needs the room, now. At the head of a step
+                (None) the block that somebody is about to take counts like one that is held.
 
         Returns:
             Blocks that came back.
@@ -233,6 +198,8 @@ class PressureControl:
         if not givers:
             return 0
         states = [hooks.states[r.request_id] for r in givers]
+        for request, state in zip(givers, states, strict=True):
+            hooks.shares.look(request, state)
         length = np.array([r.num_computed_tokens for r in givers])
         evicted = np.array([s.table.num_evicted_tokens for s in states])
         protected = np.array([s.num_protected for s in states])
@@ -240,8 +207,11 @@ class PressureControl:
         live = length - evicted
         above = np.maximum(live - protected - budget, 0)
         new = np.array([self._new_tokens(r) for r in givers])
-        # A block that a request is about to take counts like one it holds: it can do without.
-        demand = np.array([self._demand(r, int(n)) for r, n in zip(givers, new, strict=True)])
+        demand = np.array([len(hooks.manager.req_to_blocks[r.request_id]) for r in givers])
+        if keep is None:  # a decode can do without its next block; a chunk is cut to the room
+            next_demand = [self._demand(r, int(n)) for r, n in zip(givers, new, strict=True)]
+            demand = np.where(new == 1, next_demand, demand)
+        new = np.where(new == 1, 1, 0)
         spare = demand - -(-(live - above + new) // N)
         give = share_shortfall(spare, num_blocks)
         lose = tokens_to_give(give, demand, live, new, above, N)
@@ -293,6 +263,7 @@ class PressureControl:
             state = self.hooks.states.get(request.request_id)
             if state is None or state.budget is None:
                 continue
+            self.hooks.shares.look(request, state)
             length = request.num_computed_tokens
             live = length - state.table.num_evicted_tokens - state.num_protected
             above = live - int(state.budget.tokens(length - state.num_protected))

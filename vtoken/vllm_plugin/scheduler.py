@@ -54,14 +54,16 @@ class VTokenSchedulerMixin:
             if blocks is not None:
                 hooks.pressure.allocated.add(request.request_id)
             return blocks
-        if not hooks.pressure.admits(request, num_new_computed_tokens):
+        hits = kwargs.get("new_computed_blocks")
+        hit_blocks = () if hits is None else hits.blocks[0]
+        if not hooks.admission.admits(request, hit_blocks):
             return None
         blocks = self._vllm_allocate_slots(
             request, num_new_tokens, num_new_computed_tokens, *args, **kwargs
         )
         if blocks is not None:
             hooks.pressure.allocated.add(request.request_id)
-            hooks.pressure.admitted(request, num_new_computed_tokens)
+            hooks.admission.admitted(request, hit_blocks)
         return blocks
 
     def add_request(self, request) -> None:
