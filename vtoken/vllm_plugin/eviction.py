@@ -133,6 +133,13 @@ class Evictor:
 
     # ---- under pressure --------------------------------------------------------------------
 
+    def catch_up(self, request, num_new_tokens: int) -> None:
+        """Carry out an eviction that was put off in this step: the pool is short after all."""
+        victims = self.hooks.put_off.pop(request.request_id, None)
+        if victims is not None:
+            self.num_new_tokens = num_new_tokens
+            self.execute(request.request_id, victims, under_pressure=True)
+
     def compact(self, request, num_new_tokens: int) -> None:
         """Fill a request's holes now, below the fragmentation threshold; no token is lost."""
         hooks, req_id = self.hooks, request.request_id

@@ -251,7 +251,9 @@ class PressureControl:
         return self.pool.get_num_free_blocks() - free_before
 
     def retry(self, request, num_new_tokens: int) -> bool:
-        """An allocation failed: fill holes, then reclaim, of requests not yet served in this step.
+        """An allocation failed: make room in requests that are not yet served in this step.
+
+        What was put off is carried out first, then holes are filled, then tokens reclaimed.
 
         Returns:
             Whether it is worth trying again before vLLM preempts somebody.
@@ -264,6 +266,7 @@ class PressureControl:
         for other in (request, *reversed(self.hooks.scheduler.running)):
             if missing > 0 and other.request_id not in self.allocated:
                 new = num_new_tokens if other is request else self._new_tokens(other)
+                self.hooks.evictor.catch_up(other, new)
                 self.hooks.evictor.compact(other, new)
                 missing = self._missing_blocks(request, num_new_tokens)
         if missing > 0 and self.elastic:
