@@ -46,8 +46,7 @@ class VictimChooser:
             state = states[req_id]
             # Where it shrank under pressure its blocks do not match its table until finalize.
             if not state.executed and (
-                requests[req_id].num_computed_tokens >= state.next_eviction_len
-                or req_id in sharing
+                requests[req_id].num_computed_tokens >= state.next_eviction_len or req_id in sharing
             ):
                 found.add(req_id)
         if not found:
@@ -108,9 +107,7 @@ class VictimChooser:
         hooks, rows = self.hooks, self.hooks.manager.req_to_blocks
         states = [hooks.states[r.request_id] for r in requests]
         tables = [s.table for s in states]
-        new_ids = [
-            [b.block_id for b in rows[t.req_id][t.num_blocks :]] for t in tables
-        ]
+        new_ids = [[b.block_id for b in rows[t.req_id][t.num_blocks :]] for t in tables]
         Tables(tables).sync(new_ids, [r.num_computed_tokens for r in requests])
         due = []
         for request, state in zip(requests, states, strict=True):
@@ -120,7 +117,11 @@ class VictimChooser:
             else:
                 due.append((request, state, num_evict))
         budgets = {id(state.budget): state.budget for _, state, _ in due}
-        if self._limit is None and len(budgets) == 1 and due[0][1].budget.policy.evict_many is not None:
+        if (
+            self._limit is None
+            and len(budgets) == 1
+            and due[0][1].budget.policy.evict_many is not None
+        ):
             return self._choose_together(due)
         for request, state, num_evict in due:
             self.choose(request, state, num_evict, None)
@@ -131,7 +132,9 @@ class VictimChooser:
         counts = np.array([len(ids) for ids in parts], np.int64)
         return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
 
-    def _choose_together(self, due: list[tuple]) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
+    def _choose_together(
+        self, due: list[tuple]
+    ) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
         """Let one policy name the victims of all (request, state, number to evict)."""
         states = [state for _, state, _ in due]
         length = np.array([r.num_computed_tokens for r, _, _ in due])
@@ -145,7 +148,11 @@ class VictimChooser:
         ids, counts = budget.policy.evict_many(view)
         if counts.all():
             return states, ids, counts
-        return [s for s, n in zip(states, counts.tolist(), strict=True) if n], ids, counts[counts > 0]
+        return (
+            [s for s, n in zip(states, counts.tolist(), strict=True) if n],
+            ids,
+            counts[counts > 0],
+        )
 
     # ---- one request -----------------------------------------------------------------------
 

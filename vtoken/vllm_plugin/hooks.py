@@ -84,7 +84,11 @@ class SchedulerHooks:
         self.calendar = Calendar()
         self.budgets = RequestBudgets(self)
         self.shares = SharedBlocks(self)
-        self.chooser, self.evictor, self.asker = VictimChooser(self), Evictor(self), ReportAsker(self)
+        self.chooser, self.evictor, self.asker = (
+            VictimChooser(self),
+            Evictor(self),
+            ReportAsker(self),
+        )
         self.pressure = PressureControl(self)
         self.checker = None
         if config.hash_kv_every:
@@ -334,4 +338,4 @@ class SchedulerHooks:
         self.reports.receive(reports)
 
 
-__all__ = ["SchedulerHooks", "NO_SLOTS"]
+__all__ = ["NO_SLOTS", "SchedulerHooks"]

@@ -114,7 +114,9 @@ class PressureControl:
             # Blocks that it hits and nobody holds still count as free.
             idle_hits = self._idle_hits(request, num_computed_tokens)
             room -= len(idle_hits) * N
-        if room >= num_new_tokens + self._tokens_before_scores(request, num_computed_tokens + num_new_tokens):
+        if room >= num_new_tokens + self._tokens_before_scores(
+            request, num_computed_tokens + num_new_tokens
+        ):
             return num_new_tokens
         shorter = min(room, num_new_tokens - 1)
         if shorter >= 1:
@@ -192,9 +194,7 @@ class PressureControl:
         return max(len(hooks.manager.req_to_blocks[req_id]), cdiv(slots, self.block_size))
 
     def _new_tokens(self, request) -> int:
-        rest = (
-            request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        )
+        rest = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
         return max(0, min(rest, self.hooks.scheduler.max_num_scheduled_tokens))
 
     def _waiting_need(self, token_budget: int) -> int:
@@ -236,7 +236,9 @@ class PressureControl:
         length = np.array([r.num_computed_tokens for r in givers])
         evicted = np.array([s.table.num_evicted_tokens for s in states])
         protected = np.array([s.num_protected for s in states])
-        budget = np.array([s.budget.tokens(int(x - p)) for s, x, p in zip(states, length, protected, strict=True)])
+        budget = np.array(
+            [s.budget.tokens(int(x - p)) for s, x, p in zip(states, length, protected, strict=True)]
+        )
         live = length - evicted
         above = np.maximum(live - protected - budget, 0)
         new = np.array([self._new_tokens(r) for r in givers])

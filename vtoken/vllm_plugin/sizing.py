@@ -7,6 +7,7 @@ from vtoken.core.planner import Budget
 from vtoken.errors import ConfigError
 from vtoken.units import cdiv
 
+
 def config_of(vllm_config) -> VTokenConfig | None:
     """vToken's settings in a VllmConfig; None when there are none or the mode is native."""
     additional = vllm_config.additional_config
