@@ -71,8 +71,11 @@ class Side:
                     del row[pos]
                 row.append(block)
             self._allocate_new(due, num_new)
-            steps, batch = [], finalize_batch(
-                event, num_new, lambda i, start: self.rows[due[i]][start:], self.counters
+            steps, batch = (
+                [],
+                finalize_batch(
+                    event, num_new, lambda i, start: self.rows[due[i]][start:], self.counters
+                ),
             )
         else:
             released, rewritten = [], []
@@ -234,3 +237,30 @@ def test_a_subclass_with_another_rule_has_no_batch_form():
     assert Newest.evict_many is None and Random.evict_many is None
     assert StreamingLLM.evict_many is not None
     assert type(make_policy("sliding-window", block_size=4)).evict_many is not None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["h2o", "tova", "knorm"]), st.booleans())
+def test_ranking_by_id_names_what_ranking_live_tokens_names(seed, name, coarse):
+    """Ties, ids without a score, and ids that have one although they died since."""
+    rng = np.random.default_rng(seed)
+    policy = make_policy(name, block_size=4, sink_tokens=2, recent_tokens=int(rng.integers(0, 6)))
+    L = int(rng.integers(4, 80))
+    is_live = rng.random(L) < rng.choice([0.5, 0.9, 1.0])
+    scores = rng.integers(0, 4, L) if coarse else rng.random(L)
+    scores = scores.astype(np.float32)
+    scores[rng.random(L) < 0.2] = np.nan
+    if rng.random() < 0.5:
+        scores[~is_live] = np.nan
+    common = {
+        "num_computed_tokens": L, "num_prompt_tokens": 4, "budget_tokens": 12,
+        "num_evict": int(rng.integers(1, 12)), "protected_tokens": int(rng.integers(0, 5)),
+    }  # fmt: skip
+    live = np.flatnonzero(is_live).astype(np.int32)
+    plain = RequestView(live_ids=live, scores=scores[live], **common)
+    by_id = RequestView(
+        live_ids=live, scores=scores[live], scores_by_id=scores,
+        all_live=lambda ids: bool(is_live[ids].all()), **common,
+    )  # fmt: skip
+    expected, found = policy.evict(plain), policy.evict(by_id)
+    assert found.dtype == expected.dtype and found.tolist() == expected.tolist()

@@ -87,6 +87,33 @@ def test_under_pressure_nobody_is_preempted_and_less_is_dropped_than_always():
     assert elastic.stats.peak_running == 16
 
 
+def crowd(num_blocks: int, policy: str, seed: int) -> int:
+    """Preemptions of a crowd of short and long requests, some of them with a common prefix."""
+    rng = np.random.default_rng(seed)
+    config = VTokenConfig(policy=policy, kv_budget_tokens=48, evict_when="pressure")
+    pool = DrySettings(
+        num_kv_blocks=num_blocks, max_model_len=700, max_num_seqs=24, max_num_batched_tokens=128,
+        enable_prefix_caching=True,
+    )  # fmt: skip
+    scores = np.arange(1024, dtype=np.float32) % 37
+    engine = DryEngine(pool, config, score_source=lambda req_id, step, ids: scores[ids])
+    for i in range(30):
+        own = (1000 + 300 * i + np.arange(int(rng.integers(5, 220)))).tolist()
+        prompt = own if i % 4 else [*range(10, 330), *own[:30]]
+        engine.add(f"r{i}", prompt, int(rng.integers(10, 90)))
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.check_idle() == []
+    return engine.counters.preemptions
+
+
+@pytest.mark.parametrize("policy", ["random", "streaming-llm", "h2o"])
+@pytest.mark.parametrize("num_blocks", [48, 64, 120])
+def test_nobody_is_preempted_beside_a_prefix_that_nobody_may_evict(num_blocks, policy):
+    """Shared blocks, claims that were outgrown and scores that come late are all charged."""
+    assert [crowd(num_blocks, policy, seed) for seed in range(3)] == [0, 0, 0]
+
+
 def retained(mode: str, shared_prefix: str, degree: int, ratio: float):
     """The paper's Table 1, scaled: a warm prefix, then `degree` requests that share it."""
     config = VTokenConfig.from_mapping(

@@ -143,7 +143,9 @@ class Tables:
         arena.id_at[base * N + local] = -1
         np.subtract.at(arena.live_in, base + local // N, ONE)
         ends = counts.cumsum()
-        runs = zip(ids[ends - counts].tolist(), ids[ends - 1].tolist(), counts.tolist(), strict=True)
+        runs = zip(
+            ids[ends - counts].tolist(), ids[ends - 1].tolist(), counts.tolist(), strict=True
+        )
         for table, (first, last, count) in zip(self.tables, runs, strict=True):
             table.num_live_tokens -= count
             if last - first + 1 == count:

@@ -154,11 +154,19 @@ def build_step_plan(
         theirs = getattr(batch, name)
         return (np.concatenate([theirs, mine]) if len(mine) else theirs).astype(dtype, copy=False)
 
-    row_counts, row_kept = _flatten([s.kept if s.kept is not None else _NO_KEPT for s in steps], np.int32)
-    added_counts, row_added = _flatten([s.added if s.added is not None else _NO_KEPT for s in steps], np.int32)
-    mask_counts, mask_bits = _flatten([_NO_BITS if s.mask is None else _packed(s.mask) for s in steps], np.uint8)
+    row_counts, row_kept = _flatten(
+        [s.kept if s.kept is not None else _NO_KEPT for s in steps], np.int32
+    )
+    added_counts, row_added = _flatten(
+        [s.added if s.added is not None else _NO_KEPT for s in steps], np.int32
+    )
+    mask_counts, mask_bits = _flatten(
+        [_NO_BITS if s.mask is None else _packed(s.mask) for s in steps], np.uint8
+    )
     moving = [s.move_source is not None for s in steps]
-    move_counts, move_source = _flatten([s.move_source if m else _NO_MOVES for s, m in zip(steps, moving, strict=True)], np.int64)
+    move_counts, move_source = _flatten(
+        [s.move_source if m else _NO_MOVES for s, m in zip(steps, moving, strict=True)], np.int64
+    )
     targets = [s.move_destination if m else _NO_MOVES for s, m in zip(steps, moving, strict=True)]
     none = [0] * (0 if batch is None else len(batch.req_ids))  # nothing added, no mask
     return StepPlan(

@@ -49,9 +49,26 @@ class RequestTable:
     """
 
     __slots__ = (
-        "req_id", "block_size", "num_computed_tokens", "num_physical_tokens", "num_live_tokens",
-        "num_blocks", "holes", "_dead_from", "_dead_to", "index_of", "id_at", "row", "pos_of", "block_id",
-        "live_in", "arena", "token_base", "block_base", "_free_handles", "_num_handles",
+        "_dead_from",
+        "_dead_to",
+        "_free_handles",
+        "_num_handles",
+        "arena",
+        "block_base",
+        "block_id",
+        "block_size",
+        "holes",
+        "id_at",
+        "index_of",
+        "live_in",
+        "num_blocks",
+        "num_computed_tokens",
+        "num_live_tokens",
+        "num_physical_tokens",
+        "pos_of",
+        "req_id",
+        "row",
+        "token_base",
     )  # fmt: skip
 
     def __init__(self, req_id: str, block_size: int, arena: Arena | None = None) -> None:
@@ -162,7 +179,10 @@ class RequestTable:
         if count <= 0:
             return NO_SLOTS
         start, missing, width = self.dead_run_end(first_id), count, count + 32
-        if start + count <= self.num_computed_tokens and self.index_of[start : start + count].min() >= 0:
+        if (
+            start + count <= self.num_computed_tokens
+            and self.index_of[start : start + count].min() >= 0
+        ):
             return np.arange(start, start + count, dtype=np.int32)
         found: list[np.ndarray] = []
         while missing > 0 and start < self.num_computed_tokens:

@@ -15,7 +15,12 @@ from typing import ClassVar
 
 import numpy as np
 
-NO_IDS = np.empty(0, np.int32)
+from vtoken.policies.selection import NO_IDS, lowest, lowest_indices
+
+__all__ = [
+    "NO_IDS", "BatchView", "Policy", "RequestView", "ScoreKind", "budget_tokens",
+]  # fmt: skip
+
 _SLACK = 1e-9  # keeps the ceiling of 0.3 * 10 from being 4
 
 
@@ -48,13 +53,15 @@ class RequestView:
         seed, prompt_hash: what `rng` draws from.
 
     `live_ids` and `scores` are computed on first use, so that a policy which needs neither
-    (streaming) costs O(evicted) and not O(context).
+    (streaming) costs O(evicted) and not O(context). `lowest_scored` ranks without them where the
+    backend gives `scores_by_id`, float32 by logical id, NaN where there is none, and `all_live`,
+    which says whether ids are all live: a dead one may still have a score.
     """
 
     __slots__ = (  # noqa: RUF023 - grouped by meaning
         "num_computed_tokens", "num_prompt_tokens", "budget_tokens", "num_evict",
         "protected_tokens", "token_ids", "seed", "prompt_hash",
-        "_live_ids", "_scores", "_oldest",
+        "_live_ids", "_scores", "_oldest", "_scores_by_id", "_all_live",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +78,8 @@ class RequestView:
         seed: int = 0,
         prompt_hash: int = 0,
         oldest: Callable[[int, int], np.ndarray] | None = None,
+        scores_by_id: np.ndarray | None = None,
+        all_live: Callable[[np.ndarray], bool] | None = None,
     ) -> None:
         self.num_computed_tokens = num_computed_tokens
         self.num_prompt_tokens = num_prompt_tokens
@@ -80,6 +89,7 @@ class RequestView:
         self.token_ids = token_ids
         self.seed, self.prompt_hash = seed, prompt_hash
         self._live_ids, self._scores, self._oldest = live_ids, scores, oldest
+        self._scores_by_id, self._all_live = scores_by_id, all_live
 
     @property
     def live_ids(self) -> np.ndarray:
@@ -103,6 +113,19 @@ class RequestView:
         # Search in the ids' own dtype: a Python int would make searchsorted copy all ids.
         start = int(ids.searchsorted(np.int32(first_id)))
         return ids[start : start + max(0, count)]
+
+    def lowest_scored(self, first_id: int, end_id: int, sign: int = 1) -> np.ndarray | None:
+        """int32, the `num_evict` ids of first_id .. end_id - 1 with the lowest `sign` * score.
+
+        Among equal scores the lower id goes first; ids without a score are never named. None
+        where that takes `live_ids` and `scores`.
+        """
+        if self._scores_by_id is None:
+            return None
+        keys = self._scores_by_id[first_id:end_id]
+        ids = lowest_indices(keys if sign > 0 else -keys, self.num_evict) + first_id
+        # Had dead ids no score, the same ones would be named, if none of these is dead.
+        return ids.astype(np.int32) if self._all_live(ids) else None
 
     def rng(self) -> np.random.Generator:
         """A generator that depends on (seed, prompt, L) alone: two engines draw alike."""
@@ -193,6 +216,19 @@ class Policy(ABC):
         bounds = np.array((first, max(first, last)), np.int32)
         low, high = view.live_ids.searchsorted(bounds)
         return int(low), int(high)
+
+    def lowest_scored(self, view: RequestView, sign: int = 1) -> np.ndarray:
+        """int32[<= num_evict], the candidates with the lowest `sign` * score, ascending.
+
+        Among equal scores the lower id goes first; ids without a score are never named.
+        """
+        first = max(self.sink_tokens, view.protected_tokens)
+        end = view.num_computed_tokens - self.recent(view.budget_tokens)
+        found = view.lowest_scored(first, max(first, end), sign)
+        if found is not None:
+            return found
+        ids, scores = self.scored_candidates(view)
+        return lowest(ids, sign * scores, view.num_evict)
 
     def scored_candidates(self, view: RequestView) -> tuple[np.ndarray, np.ndarray]:
         """(int32[C], float32[C]), ids between sinks and recent window, ascending, and their scores.

@@ -50,7 +50,7 @@ def start_engine(policy: str, num_requests: int, context: int, **changes) -> Dry
         return draws[at : at + len(ids)]
 
     settings = DrySettings(
-        num_kv_blocks=num_requests * (context // 16 + 80),
+        num_kv_blocks=num_requests * (context // 16 + 300),
         max_model_len=context + 4096,
         max_num_seqs=num_requests,
         max_num_batched_tokens=8 * context,

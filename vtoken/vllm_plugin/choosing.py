@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from vtoken.core.batch import Tables
+from vtoken.core.move_limit import MoveLimit, most_moves
 from vtoken.core.planner import NEVER, RequestState
 from vtoken.core.table import NO_SLOTS
 from vtoken.policies.base import BatchView, ScoreKind
@@ -28,6 +29,10 @@ class VictimChooser:
             and not config.hash_kv_every
             and hooks.log is None
         )
+        self._limit: MoveLimit | None = None
+        replays = hooks.log is not None and hooks.log.replay is not None
+        if config.max_moves_per_step is not None and config.mode == "vtoken" and not replays:
+            self._limit = MoveLimit(config.max_moves_per_step)
 
     def due(self) -> list:
         """Running requests that lose tokens now or whose shared blocks must be looked at."""
@@ -41,13 +46,43 @@ class VictimChooser:
             state = states[req_id]
             # Where it shrank under pressure its blocks do not match its table until finalize.
             if not state.executed and (
-                requests[req_id].num_computed_tokens >= state.next_eviction_len
-                or req_id in sharing
+                requests[req_id].num_computed_tokens >= state.next_eviction_len or req_id in sharing
             ):
                 found.add(req_id)
         if not found:
             return []
-        return [r for r in self.scheduler.running if r.request_id in found]
+        due = [r for r in self.scheduler.running if r.request_id in found]
+        if self._limit is not None:
+            self._limit.begin_step()
+            due.sort(key=self._num_to_evict, reverse=True)  # who has waited longest goes first
+        return due
+
+    # ---- the limit on moves ----------------------------------------------------------------
+
+    def _num_to_evict(self, request) -> int:
+        state = self.hooks.states[request.request_id]
+        if state.budget is None:
+            return 0
+        return self.planner.num_to_evict(state, request.num_computed_tokens)
+
+    def limit_moves(self, request) -> None:
+        """Put a planned eviction off to a later step where it would move too many tokens."""
+        hooks, req_id = self.hooks, request.request_id
+        victims = hooks.plans.get(req_id)
+        if self._limit is None or victims is None or req_id in hooks.shares.copies:
+            return
+        if not self._goes_ahead(request, hooks.states[req_id], victims):
+            hooks.put_off[req_id] = hooks.plans.pop(req_id)
+
+    def _goes_ahead(self, request, state: RequestState, victims: np.ndarray) -> bool:
+        hooks = self.hooks
+        pinned = hooks.shares.shared(hooks.manager.req_to_blocks[request.request_id])
+        num_moves = most_moves(
+            state.table, victims, self.expected_tokens(request), pinned,
+            hooks.config.fragmentation_threshold,
+        )  # fmt: skip
+        room = hooks.pool.get_num_free_blocks() - len(self.scheduler.running)
+        return self._limit.take(num_moves, is_needed=room < hooks.pressure.low)
 
     # ---- many requests at once -------------------------------------------------------------
 
@@ -72,9 +107,7 @@ class VictimChooser:
         hooks, rows = self.hooks, self.hooks.manager.req_to_blocks
         states = [hooks.states[r.request_id] for r in requests]
         tables = [s.table for s in states]
-        new_ids = [
-            [b.block_id for b in rows[t.req_id][t.num_blocks :]] for t in tables
-        ]
+        new_ids = [[b.block_id for b in rows[t.req_id][t.num_blocks :]] for t in tables]
         Tables(tables).sync(new_ids, [r.num_computed_tokens for r in requests])
         due = []
         for request, state in zip(requests, states, strict=True):
@@ -84,17 +117,24 @@ class VictimChooser:
             else:
                 due.append((request, state, num_evict))
         budgets = {id(state.budget): state.budget for _, state, _ in due}
-        if len(budgets) == 1 and due[0][1].budget.policy.evict_many is not None:
+        if (
+            self._limit is None
+            and len(budgets) == 1
+            and due[0][1].budget.policy.evict_many is not None
+        ):
             return self._choose_together(due)
         for request, state, num_evict in due:
             self.choose(request, state, num_evict, None)
+            self.limit_moves(request)
         named = [(state, hooks.plans.pop(r.request_id, None)) for r, state, _ in due]
         named = [(state, ids) for state, ids in named if ids is not None]
         parts = [ids for _, ids in named]
         counts = np.array([len(ids) for ids in parts], np.int64)
         return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
 
-    def _choose_together(self, due: list[tuple]) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
+    def _choose_together(
+        self, due: list[tuple]
+    ) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
         """Let one policy name the victims of all (request, state, number to evict)."""
         states = [state for _, state, _ in due]
         length = np.array([r.num_computed_tokens for r, _, _ in due])
@@ -108,7 +148,11 @@ class VictimChooser:
         ids, counts = budget.policy.evict_many(view)
         if counts.all():
             return states, ids, counts
-        return [s for s, n in zip(states, counts.tolist(), strict=True) if n], ids, counts[counts > 0]
+        return (
+            [s for s, n in zip(states, counts.tolist(), strict=True) if n],
+            ids,
+            counts[counts > 0],
+        )
 
     # ---- one request -----------------------------------------------------------------------
 

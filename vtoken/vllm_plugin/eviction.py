@@ -133,6 +133,13 @@ class Evictor:
 
     # ---- under pressure --------------------------------------------------------------------
 
+    def catch_up(self, request, num_new_tokens: int) -> None:
+        """Carry out an eviction that was put off in this step: the pool is short after all."""
+        victims = self.hooks.put_off.pop(request.request_id, None)
+        if victims is not None:
+            self.num_new_tokens = num_new_tokens
+            self.execute(request.request_id, victims, under_pressure=True)
+
     def compact(self, request, num_new_tokens: int) -> None:
         """Fill a request's holes now, below the fragmentation threshold; no token is lost."""
         hooks, req_id = self.hooks, request.request_id
@@ -186,9 +193,9 @@ class Evictor:
         if hooks.config.fragmentation_threshold > 0.0:
             for req_id, n in num_scheduled.items():
                 state = hooks.states[req_id]
-                if n == 1 and len(state.table.holes) and not state.executed:
-                    if req_id not in self._executed:
-                        self._finish_one(req_id, state, n, steps)
+                has_holes = len(state.table.holes) and not state.executed
+                if n == 1 and has_holes and req_id not in self._executed:
+                    self._finish_one(req_id, state, n, steps)
         return steps, batch
 
     def _finish_batch(self, num_scheduled: dict[str, int]) -> BatchSteps | None:
@@ -220,9 +227,7 @@ class Evictor:
             hooks.sync(state, blocks, length)
             if hooks.checker is not None and req_id not in self._executed:
                 hooks.checker.before_change(req_id, state)
-        step = self.planner.finalize(
-            state, n, lambda start: [b.block_id for b in blocks[start:]]
-        )
+        step = self.planner.finalize(state, n, lambda start: [b.block_id for b in blocks[start:]])
         hooks.note_layout(req_id, state)
         if step is not None:
             steps.append(step)

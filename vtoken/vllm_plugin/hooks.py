@@ -46,6 +46,7 @@ class SchedulerHooks:
         counters: running totals.
         trace: TraceEntry of every scheduled request and step, when the config asks for it.
         plans: ids that a request loses in this step, until `execute`.
+        put_off: ids that a request would lose in this step but for `max_moves_per_step`.
         shift: logical minus physical length, of every request whose slots are just that many less
             than its tokens; the others have holes, or a plan in progress.
         calendar: when each request has to be looked at.
@@ -79,11 +80,16 @@ class SchedulerHooks:
         self.log = RunLog.open(config, self.budget, scheduler)
         self.moved: dict[str, int] = {}  # tokens moved so far, by running request
         self.plans: dict[str, np.ndarray] = {}
+        self.put_off: dict[str, np.ndarray] = {}
         self.shift: dict[str, int] = {}
         self.calendar = Calendar()
         self.budgets = RequestBudgets(self)
         self.shares = SharedBlocks(self)
-        self.chooser, self.evictor, self.asker = VictimChooser(self), Evictor(self), ReportAsker(self)
+        self.chooser, self.evictor, self.asker = (
+            VictimChooser(self),
+            Evictor(self),
+            ReportAsker(self),
+        )
         self.pressure = PressureControl(self)
         self.checker = None
         if config.hash_kv_every:
@@ -102,6 +108,7 @@ class SchedulerHooks:
         self.step_seq += 1
         self.counters.hook_calls += 1
         self.plans.clear()
+        self.put_off.clear()
         self.evictor.begin_step()
         self.shares.drop_unused()
         self.pressure.begin_step()
@@ -115,6 +122,7 @@ class SchedulerHooks:
                 together.append(request)
             else:
                 self.chooser.decide(request, self.states[request.request_id])
+                self.chooser.limit_moves(request)
         if together:
             self.evictor.execute_batch(*self.chooser.decide_together(together))
         self.counters.plan_s += time.perf_counter() - start
@@ -313,6 +321,7 @@ class SchedulerHooks:
         self.tables.forget(req_id)
         self.moved.pop(req_id, None)
         self.plans.pop(req_id, None)
+        self.put_off.pop(req_id, None)
         self.shares.forget(req_id)
         self.reports.forget(req_id)
         self.admission.release(req_id)
@@ -331,4 +340,4 @@ class SchedulerHooks:
         self.reports.receive(reports)
 
 
-__all__ = ["SchedulerHooks", "NO_SLOTS"]
+__all__ = ["NO_SLOTS", "SchedulerHooks"]

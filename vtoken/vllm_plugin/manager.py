@@ -45,7 +45,9 @@ class VTokenManager(FullAttentionManager):
                 return max(0, (num_tokens - shift + self.block_size - 1) // self.block_size - held)
             num_tokens = self.hooks.num_slots_needed(request_id, num_tokens)
             if apply_admission_cap:
-                num_tokens = min(num_tokens, self.hooks.admission_cap_tokens(request_id, num_tokens))
+                num_tokens = min(
+                    num_tokens, self.hooks.admission_cap_tokens(request_id, num_tokens)
+                )
         return super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,

@@ -68,7 +68,9 @@ class PressureControl:
             # Blocks that it hits and nobody holds still count as free.
             idle_hits = self._idle_hits(request, num_computed_tokens)
             room -= len(idle_hits) * N
-        if room >= num_new_tokens + self._tokens_before_scores(request, num_computed_tokens + num_new_tokens):
+        if room >= num_new_tokens + self._tokens_before_scores(
+            request, num_computed_tokens + num_new_tokens
+        ):
             return num_new_tokens
         shorter = min(room, num_new_tokens - 1)
         if shorter >= 1:
@@ -156,9 +158,7 @@ class PressureControl:
         return max(len(hooks.manager.req_to_blocks[req_id]), cdiv(slots, self.block_size))
 
     def _new_tokens(self, request) -> int:
-        rest = (
-            request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        )
+        rest = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
         return max(0, min(rest, self.hooks.scheduler.max_num_scheduled_tokens))
 
     def _waiting_need(self, token_budget: int) -> int:
@@ -203,7 +203,9 @@ class PressureControl:
         length = np.array([r.num_computed_tokens for r in givers])
         evicted = np.array([s.table.num_evicted_tokens for s in states])
         protected = np.array([s.num_protected for s in states])
-        budget = np.array([s.budget.tokens(int(x - p)) for s, x, p in zip(states, length, protected, strict=True)])
+        budget = np.array(
+            [s.budget.tokens(int(x - p)) for s, x, p in zip(states, length, protected, strict=True)]
+        )
         live = length - evicted
         above = np.maximum(live - protected - budget, 0)
         new = np.array([self._new_tokens(r) for r in givers])
@@ -221,7 +223,9 @@ class PressureControl:
         return self.pool.get_num_free_blocks() - free_before
 
     def retry(self, request, num_new_tokens: int) -> bool:
-        """An allocation failed: fill holes, then reclaim, of requests not yet served in this step.
+        """An allocation failed: make room in requests that are not yet served in this step.
+
+        What was put off is carried out first, then holes are filled, then tokens reclaimed.
 
         Returns:
             Whether it is worth trying again before vLLM preempts somebody.
@@ -234,6 +238,7 @@ class PressureControl:
         for other in (request, *reversed(self.hooks.scheduler.running)):
             if missing > 0 and other.request_id not in self.allocated:
                 new = num_new_tokens if other is request else self._new_tokens(other)
+                self.hooks.evictor.catch_up(other, new)
                 self.hooks.evictor.compact(other, new)
                 missing = self._missing_blocks(request, num_new_tokens)
         if missing > 0 and self.elastic:
