@@ -81,6 +81,7 @@ class Tables:
         tables, arena, N = self.tables, self.arena, self.block_size
         first_id = np.array([t.num_computed_tokens for t in tables])
         first = np.array([t.num_physical_tokens for t in tables])
+        lengths = np.maximum(lengths, first_id)
         counts = lengths - first_id
         owner, within = ragged(counts)
         physical, ids = first[owner] + within, first_id[owner] + within

@@ -104,11 +104,9 @@ class VictimChooser:
         Returns:
             (states, ids int[K], counts int[E]) of those that lose some, ids request by request.
         """
-        hooks, rows = self.hooks, self.hooks.manager.req_to_blocks
+        hooks = self.hooks
         states = [hooks.states[r.request_id] for r in requests]
-        tables = [s.table for s in states]
-        new_ids = [[b.block_id for b in rows[t.req_id][t.num_blocks :]] for t in tables]
-        Tables(tables).sync(new_ids, [r.num_computed_tokens for r in requests])
+        hooks.sync_all([s.table for s in states], [r.num_computed_tokens for r in requests])
         due = []
         for request, state in zip(requests, states, strict=True):
             num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)

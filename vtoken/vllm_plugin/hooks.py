@@ -22,10 +22,11 @@ from zlib import crc32
 import numpy as np
 
 from vtoken.config import VTokenConfig
+from vtoken.core.batch import Tables
 from vtoken.core.calendar import Calendar
 from vtoken.core.events import Counters, StepPlan, TraceEntry, build_step_plan
 from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
-from vtoken.core.table import NO_SLOTS, TokenTable
+from vtoken.core.table import NO_SLOTS, RequestTable, TokenTable
 from vtoken.policies.base import ScoreKind
 from vtoken.vllm_plugin.asking import ReportAsker
 from vtoken.vllm_plugin.budgets import RequestBudgets
@@ -129,6 +130,12 @@ class SchedulerHooks:
         """Bring a request's table in step with vLLM: new blocks, tokens grown at the tail."""
         table = state.table
         table.sync([b.block_id for b in blocks[table.num_blocks :]], length)
+
+    def sync_all(self, tables: list[RequestTable], lengths: list[int]) -> None:
+        """`sync` for the tables of several requests, at these lengths."""
+        rows = self.manager.req_to_blocks
+        new_ids = [[b.block_id for b in rows[t.req_id][t.num_blocks :]] for t in tables]
+        Tables(tables).sync(new_ids, lengths)
 
     # ---- while vLLM schedules and allocates ------------------------------------------------
 
