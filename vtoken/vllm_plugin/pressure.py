@@ -164,8 +164,10 @@ class PressureControl:
         self.allocated.clear()
         if not self.is_active or not self.elastic:
             return
-        needed = self._blocks_needed()
         low = max(self.low, self._score_slack())
+        if self.pool.get_num_free_blocks() - self._blocks_needed_at_most() >= low:
+            return
+        needed = self._blocks_needed()
         view = PoolView(self.pool.get_num_free_blocks(), needed, low, 2 * low)
         if view.shortfall > 0:
             self.reclaim(view.shortfall)
@@ -175,6 +177,19 @@ class PressureControl:
         if not self.hooks.scored:
             return 0
         return cdiv(SCORE_DELAY_STEPS * len(self.hooks.scheduler.running), self.block_size) + 1
+
+    def _blocks_needed_at_most(self) -> int:
+        """No less than `_blocks_needed`, without a look at every running request.
+
+        One that the calendar does not watch decodes: it takes a block at most.
+        """
+        hooks, scheduler = self.hooks, self.hooks.scheduler
+        needed = len(scheduler.running)
+        for req_id in hooks.calendar.watched:
+            request = scheduler.requests[req_id]
+            held = len(hooks.manager.req_to_blocks[req_id])
+            needed += self._demand(request, self._new_tokens(request)) - held
+        return needed + self._waiting_need(scheduler.max_num_scheduled_tokens)
 
     def _blocks_needed(self) -> int:
         """Blocks that running requests, and those about to be admitted, take in this step."""
