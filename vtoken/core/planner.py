@@ -205,6 +205,7 @@ class RequestPlanner:
             seed=self.settings.seed,
             prompt_hash=state.prompt_hash,
             oldest=oldest,
+            ranked=table.ranked if oldest is not None and scores is None else None,
         )
         if scores is not None:
             view._scores = lambda: scores[view.live_ids]
