@@ -98,6 +98,17 @@ class VictimChooser:
         blocks = hooks.manager.req_to_blocks[req_id]
         return hooks.shares.shared(blocks) is None and not hooks.shares.wants_copy(blocks)
 
+    def goes_at_once(self, request) -> bool:
+        """Whether a planned eviction is carried out at the head of the step.
+
+        A decoding request's is, in all modes: whether the step then reaches the request, or its
+        token budget is used up before, makes no difference to what is evicted. What becomes of
+        holes that may stay depends on the room there is when slots are allocated.
+        """
+        return (
+            self.hooks.config.fragmentation_threshold == 0.0 and self.expected_tokens(request) == 1
+        )
+
     def decide_together(self, requests: list) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
         """Victims of requests that `goes_together` said yes to.
 

@@ -2,9 +2,9 @@
 
 Called in this order in every step (DESIGN section 4):
 
-    begin_step     head of schedule(): who is due, and which ids go; of decoding requests that
-                   share nothing ids die at once, all requests together
-    execute        from allocate_slots, for the other requests: ids die, blocks go back to the pool
+    begin_step     head of schedule(): who is due, and which ids go; of decoding requests they die
+                   at once, of those that share nothing all together
+    execute        from allocate_slots, for prompts: ids die, blocks go back to the pool
     finalize       from _update_after_schedule: placement with the real token counts, StepPlan
     forget         request finished, aborted or preempted
 
@@ -122,6 +122,11 @@ class SchedulerHooks:
             else:
                 self.chooser.decide(request, self.states[request.request_id])
                 self.chooser.limit_moves(request)
+        # Nothing is released before everybody's copies have their blocks.
+        for request in due:
+            if request.request_id in self.plans and self.chooser.goes_at_once(request):
+                self.evictor.num_new_tokens = 1
+                self.evictor.execute(request.request_id, self.plans.pop(request.request_id))
         if together:
             self.evictor.execute_batch(*self.chooser.decide_together(together))
         self.counters.plan_s += time.perf_counter() - start
