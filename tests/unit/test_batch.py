@@ -8,11 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vtoken.core import planner as planner_module
 from vtoken.core.batch import Tables
 from vtoken.core.batch_planner import execute_batch, finalize_batch
 from vtoken.core.events import Counters, build_step_plan
 from vtoken.core.invariants import check_table
-from vtoken.core.planner import PlannerSettings, RequestPlanner, RequestState
+from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
 from vtoken.core.table import RequestTable, TokenTable
 from vtoken.policies.base import BatchView, RequestView
 from vtoken.policies.random import Random
@@ -294,3 +295,23 @@ def test_ids_by_rank_and_random_draws_are_those_of_a_list(seed, together):
             else:
                 table.evict(victims)
         side.grow(rng.integers(0, 90, 2).tolist())
+
+
+def test_a_long_context_loses_the_same_ids_either_way(monkeypatch):
+    lost = {}
+    for threshold in (0, 10**9):
+        monkeypatch.setattr(planner_module, "RANKED_FROM_TOKENS", threshold)
+        side = Side(1, 16, together=True)
+        side.grow([3000])
+        state, lost[threshold] = side.states[0], []
+        state.budget = Budget(
+            policy=make_policy("random", block_size=16), eviction_ratio=None,
+            kv_budget_tokens=100, interval_tokens=16,
+        )  # fmt: skip
+        for _ in range(4):
+            victims = side.planner.decide(state, num_evict=40)
+            side.step([0], [victims], [1], 1)
+            side.grow([15])
+            lost[threshold].append(victims.tolist())
+        assert (state.table.live_index is None) == (threshold > 0)
+    assert lost[0] == lost[10**9] and len(lost[0][0]) == 40
