@@ -26,7 +26,7 @@ from vtoken.core.batch import Tables
 from vtoken.core.calendar import Calendar
 from vtoken.core.events import Counters, StepPlan, TraceEntry, build_step_plan
 from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
-from vtoken.core.table import NO_SLOTS, RequestTable, TokenTable
+from vtoken.core.table import RequestTable, TokenTable
 from vtoken.policies.base import ScoreKind
 from vtoken.vllm_plugin.asking import ReportAsker
 from vtoken.vllm_plugin.budgets import RequestBudgets
@@ -348,6 +348,3 @@ class SchedulerHooks:
         if self.log is not None:
             self.log.take_scores(reports, self.reports, self.scheduler.requests)
         self.reports.receive(reports)
-
-
-__all__ = ["NO_SLOTS", "SchedulerHooks"]
