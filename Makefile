@@ -8,6 +8,7 @@
 # TORCH_INDEX=<address>  PyTorch's wheel index for CPU builds, where pip does not find torch 2.13.0+cpu
 # PIP_EXTRA="..."        more options for pip install
 # PYTEST_ARGS="..."      more options for pytest
+# TEST_WORKERS=1         test files that run at once
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +28,9 @@ IMPORTED = typer rich.table rich.progress yaml numpy pydantic torch vllm.entrypo
 # Empty is off: with it on, every start of vtoken would compile torch and vLLM anew.
 export PYTHONDONTWRITEBYTECODE =
 
-# Tests run tiny models in one process: one thread beats two that wait for each other.
+# Tests run tiny models in one process: one thread beats two that wait for each other, so files
+# run side by side instead.
+TEST_WORKERS ?= 2
 TEST_ENV = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
 .PHONY: venv demo test stress bench lint clean
@@ -51,7 +54,7 @@ demo: venv
 	$(BIN)/vtoken capacity-scan --gpu-mem-util 0.35 --output vtoken-demo
 
 test: venv
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 stress: venv
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

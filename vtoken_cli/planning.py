@@ -229,8 +229,8 @@ def _run_trace(run: Run, given: dict[str, Any], settings) -> bool:
             )  # fmt: skip
         rows.append(replay.row() | {"met_share": replay.met_share(slo)} | extra)
         demand += replay.demand
-    columns = ("mode", "policy", "replicas", "peak_residents", "vtoken_preemptions", "rejected",
-               "prefix_hit_frac", "p95_queue_ms", "p95_ttft_ms", "mean_tpot_ms", "met_share")  # fmt: skip
+    columns = ("mode", "policy", "replicas", "peak_residents", "vtoken_preemptions",
+               "vtoken_evicted_tokens", "rejected", "prefix_hit_frac", "p95_queue_ms", "p95_ttft_ms", "mean_tpot_ms", "met_share")  # fmt: skip
     run.out.print(_table(f"{requests[0].dataset} on {memory.device.name}, modelled", rows, columns))
     for row in rows:
         error = row.get("calibration_throughput_error_frac"), row.get("calibration_e2el_error_frac")

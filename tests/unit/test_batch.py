@@ -8,11 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vtoken.core import planner as planner_module
 from vtoken.core.batch import Tables
 from vtoken.core.batch_planner import execute_batch, finalize_batch
 from vtoken.core.events import Counters, build_step_plan
 from vtoken.core.invariants import check_table
-from vtoken.core.planner import PlannerSettings, RequestPlanner, RequestState
+from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
 from vtoken.core.table import RequestTable, TokenTable
 from vtoken.policies.base import BatchView, RequestView
 from vtoken.policies.random import Random
@@ -264,3 +265,53 @@ def test_ranking_by_id_names_what_ranking_live_tokens_names(seed, name, coarse):
     )  # fmt: skip
     expected, found = policy.evict(plain), policy.evict(by_id)
     assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_ids_by_rank_and_random_draws_are_those_of_a_list(seed, together):
+    rng = np.random.default_rng(seed)
+    side = Side(2, 16, together)
+    side.grow(rng.integers(1, 700, 2).tolist())
+    policy = make_policy("random", block_size=16, recent_tokens=int(rng.integers(0, 20)))
+    for _ in range(6):
+        for state in side.states:
+            table = state.table
+            live, index = table.live_ids(), table.ranked()
+            for bound in (0, 1, 64, int(rng.integers(0, 900)), 10**6):
+                assert index.count_below(bound) == (live < bound).sum()
+            ranks = rng.integers(0, len(live), 20)
+            assert index.at(ranks).tolist() == live[ranks].tolist()
+            common = {
+                "num_computed_tokens": table.num_computed_tokens, "num_prompt_tokens": 4,
+                "budget_tokens": 10, "num_evict": int(rng.integers(1, 40)), "prompt_hash": seed,
+            }  # fmt: skip
+            expected = policy.evict(RequestView(live_ids=live, **common))
+            found = policy.evict(RequestView(live_ids=live, ranked=table.ranked, **common))
+            assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
+            victims = np.sort(found)[: len(live) - 1]
+            if len(victims) and rng.random() < 0.5:
+                Tables([table]).evict(victims, np.array([len(victims)]))
+            else:
+                table.evict(victims)
+        side.grow(rng.integers(0, 90, 2).tolist())
+
+
+def test_a_long_context_loses_the_same_ids_either_way(monkeypatch):
+    lost = {}
+    for threshold in (0, 10**9):
+        monkeypatch.setattr(planner_module, "RANKED_FROM_TOKENS", threshold)
+        side = Side(1, 16, together=True)
+        side.grow([3000])
+        state, lost[threshold] = side.states[0], []
+        state.budget = Budget(
+            policy=make_policy("random", block_size=16), eviction_ratio=None,
+            kv_budget_tokens=100, interval_tokens=16,
+        )  # fmt: skip
+        for _ in range(4):
+            victims = side.planner.decide(state, num_evict=40)
+            side.step([0], [victims], [1], 1)
+            side.grow([15])
+            lost[threshold].append(victims.tolist())
+        assert (state.table.live_index is None) == (threshold > 0)
+    assert lost[0] == lost[10**9] and len(lost[0][0]) == 40

@@ -123,7 +123,7 @@ def test_answers_count_wherever_they_stand() -> None:
 
 def _workload(text: str):
     return make_workload(
-        text, prompt_len=40, output_len=8, get_tokenizer=None, vocab_size=1000, seed=1
+        text, prompt_len=40, output_len=8, get_tokenizer=WordTokenizer, vocab_size=1000, seed=1
     )
 
 

@@ -26,7 +26,7 @@ from vtoken.experiments.profile.rows import fit_slope, make_row, median_interval
 from vtoken.experiments.profile.run import ProfileResult, run_profile, write_plots
 from vtoken.experiments.profile.running import Engines, staggered
 from vtoken.experiments.profile.settings import ProfileSettings
-from vtoken.experiments.profile.step import StepProfile, step_rows
+from vtoken.experiments.profile.step import StepProfile, stock_ms
 from vtoken.experiments.profile.timer import REST, PhaseTimer, StepTimes
 from vtoken.experiments.profile.trace import write_trace
 from vtoken.experiments.profile.view import answer_lines, tables
@@ -218,6 +218,13 @@ def test_pairs_step_in_turn_and_change_the_order() -> None:
     assert all(a != b for a, b in itertools.pairwise(rounds))
 
 
+def test_pairs_are_timed_by_the_clock_they_are_given() -> None:
+    times = iter(range(1000))
+    pair = {n: FakeEngine([], n) for n in ("native", "indirection")}
+    seconds = paired_steps(pair, 3, lambda: next(times))
+    assert seconds["native"].tolist() == seconds["indirection"].tolist() == [1, 1, 1]
+
+
 def test_pair_rows_compare_step_by_step() -> None:
     native = np.linspace(0.1, 0.3, 50)  # steps grow; each pair differs by 2 %
     rows = {
@@ -373,6 +380,10 @@ def test_an_engine_has_room_for_all_requests() -> None:
     assert settings.max_model_len >= 300 and settings.max_num_seqs >= 16
 
 
+def step_rows(profiles: list[StepProfile]) -> list[dict]:
+    return [row for p in profiles for row in p.rows(stock_ms(profiles))]
+
+
 def fake_result() -> ProfileResult:
     result = ProfileResult(ProfileSettings(concurrencies=(16,)), "now")
     native = np.full(20, 0.1)
@@ -411,13 +422,17 @@ def test_plots_are_written(tmp_path) -> None:
 
 def test_an_interrupted_run_keeps_what_it_has(monkeypatch) -> None:
     def interrupted(result, say):
+        yield make_row("b", "ms", value=2.0)
         raise KeyboardInterrupt
 
     suites = {"overhead": lambda result, say: [make_row("a", "ms", value=1.0)],
               "scale": interrupted}  # fmt: skip
     monkeypatch.setattr("vtoken.experiments.profile.run._SUITES", suites)
     result = run_profile(ProfileSettings(suites=("overhead", "scale")), lambda text: None)
-    assert result.interrupted and list(result.rows) == ["overhead"]
+    assert result.interrupted
+    assert {s: [r["name"] for r in rows] for s, rows in result.rows.items()} == {
+        "overhead": ["a"], "scale": ["b"],
+    }  # fmt: skip
 
 
 def test_kernel_rows_are_those_of_the_benchmark() -> None:

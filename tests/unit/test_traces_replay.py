@@ -65,6 +65,7 @@ def test_reclaiming_ends_preemptions_and_the_trace_is_done_earlier():
     rows = [replay_trace(setup(), line, trace(every_s=0.0)).row() for line in (NATIVE, VTOKEN)]
     native, vtoken = rows
     assert native["vtoken_preemptions"] > 0 == vtoken["vtoken_preemptions"]
+    assert native["vtoken_evicted_tokens"] == 0 < vtoken["vtoken_evicted_tokens"]
     assert vtoken["duration"] < native["duration"]
     assert native["completed"] == vtoken["completed"] == 12
     assert all(row["modelled"] and row["vtoken_peak_blocks"] <= 60 for row in rows)

@@ -14,6 +14,7 @@ from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.engine.run import run_requests
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.random_work import Workload, drive
+from vtoken.vllm_plugin.pressure import PressureControl
 
 MODES = {
     "pressure": {"evict_when": "pressure"},
@@ -40,7 +41,9 @@ def test_random_work_keeps_every_invariant(mode, seed):
         async_scheduling=seed >= 3,
     )  # fmt: skip
     engine = CheckedDryEngine(pool, VTokenConfig.from_mapping(settings), seed=seed)
-    drive(engine, seed, num_actions=40, workload=Workload(max_prompt_tokens=50, max_output_tokens=40))
+    drive(
+        engine, seed, num_actions=40, workload=Workload(max_prompt_tokens=50, max_output_tokens=40)
+    )
     assert engine.counters.evicted_tokens > 0
 
 
@@ -159,3 +162,28 @@ def test_copy_declines_where_it_does_not_pay_and_wins_where_it_does():
     copy, counters = retained("vtoken", "copy", 2, 0.7)
     assert copy < protect - 1.0 and counters.copies > 0
     assert counters.released_blocks < counters.dropped_blocks  # the first sharer frees nothing
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_quick_look_never_misses_a_shortage(seed, monkeypatch):
+    """Requests that the calendar does not watch are not looked at while there is surely room."""
+    seen = []
+    begin_step = PressureControl.begin_step
+
+    def begin(self):
+        seen.append((self._blocks_needed_at_most(), self._blocks_needed()))
+        begin_step(self)
+
+    monkeypatch.setattr(PressureControl, "begin_step", begin)
+    pool = DrySettings(
+        num_kv_blocks=(60, 24, 40)[seed], block_size=4, max_model_len=256, max_num_seqs=8,
+        max_num_batched_tokens=(32, 64, 16)[seed], enable_prefix_caching=True,
+        async_scheduling=seed == 1,
+    )  # fmt: skip
+    config = {"policy": ("random", "h2o")[seed % 2], "kv_budget_tokens": 16, "recent_tokens": 2}
+    engine = CheckedDryEngine(pool, VTokenConfig(evict_when="pressure", **config), seed=seed)
+    drive(
+        engine, seed, num_actions=40, workload=Workload(max_prompt_tokens=50, max_output_tokens=40)
+    )
+    assert all(most >= exact for most, exact in seen)
+    assert any(most > exact > 0 for most, exact in seen)

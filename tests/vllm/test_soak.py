@@ -50,7 +50,9 @@ def conversations(test_data, model_path):
         ]  # fmt: skip
         sources += [
             load_longbench(
-                test_data / "longctx" / f"{name}.jsonl", tokenizer, output_len=48,
+                test_data / "longctx" / f"{name}.jsonl",
+                tokenizer,
+                output_len=48,
                 bounds=LengthBounds(max_prompt_tokens=4700, max_total_tokens=4800),
             )
             for name in ("squad_shared_context_qa", "nq_multidoc_qa")

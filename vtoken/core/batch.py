@@ -81,6 +81,7 @@ class Tables:
         tables, arena, N = self.tables, self.arena, self.block_size
         first_id = np.array([t.num_computed_tokens for t in tables])
         first = np.array([t.num_physical_tokens for t in tables])
+        lengths = np.maximum(lengths, first_id)
         counts = lengths - first_id
         owner, within = ragged(counts)
         physical, ids = first[owner] + within, first_id[owner] + within
@@ -142,7 +143,7 @@ class Tables:
         base = self.blocks[owner]
         arena.id_at[base * N + local] = -1
         np.subtract.at(arena.live_in, base + local // N, ONE)
-        ends = counts.cumsum()
+        ends, at = counts.cumsum(), 0
         runs = zip(
             ids[ends - counts].tolist(), ids[ends - 1].tolist(), counts.tolist(), strict=True
         )
@@ -150,6 +151,9 @@ class Tables:
             table.num_live_tokens -= count
             if last - first + 1 == count:
                 table.extend_dead_run(first, last + 1)
+            if table.live_index is not None:
+                table.live_index.evicted.append(ids[at : at + count])
+            at += count
         return local, owner
 
 

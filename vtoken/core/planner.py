@@ -24,6 +24,7 @@ from vtoken.units import cdiv
 
 NEVER = 1 << 62
 NULL_BLOCK = 0
+RANKED_FROM_TOKENS = 8192  # below, listing all live ids is as fast as counts of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +206,7 @@ class RequestPlanner:
             seed=self.settings.seed,
             prompt_hash=state.prompt_hash,
             oldest=oldest,
+            ranked=table.ranked if oldest is not None and L >= RANKED_FROM_TOKENS else None,
         )
         if scores is not None:
             view._scores = lambda: scores[view.live_ids]

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vtoken.core.arena import Arena
+from vtoken.core.live_index import LiveIndex
 from vtoken.units import cdiv
 
 ONE = np.int32(1)  # ufunc.at is slow where it has to convert
@@ -48,27 +49,11 @@ class RequestTable:
         token_base, block_base: where the regions begin.
     """
 
-    __slots__ = (
-        "_dead_from",
-        "_dead_to",
-        "_free_handles",
-        "_num_handles",
-        "arena",
-        "block_base",
-        "block_id",
-        "block_size",
-        "holes",
-        "id_at",
-        "index_of",
-        "live_in",
-        "num_blocks",
-        "num_computed_tokens",
-        "num_live_tokens",
-        "num_physical_tokens",
-        "pos_of",
-        "req_id",
-        "row",
-        "token_base",
+    __slots__ = (  # noqa: RUF023 - grouped by meaning
+        "req_id", "block_size", "num_computed_tokens", "num_physical_tokens", "num_live_tokens",
+        "num_blocks", "holes", "index_of", "id_at", "row", "pos_of", "block_id", "live_in",
+        "arena", "token_base", "block_base", "live_index",
+        "_dead_from", "_dead_to", "_free_handles", "_num_handles",
     )  # fmt: skip
 
     def __init__(self, req_id: str, block_size: int, arena: Arena | None = None) -> None:
@@ -79,6 +64,7 @@ class RequestTable:
         self._dead_from = self._dead_to = 0
         self._free_handles: list[int] = []
         self._num_handles = 0
+        self.live_index: LiveIndex | None = None
         self.arena = Arena(block_size) if arena is None else arena
         self.arena.add(self)
 
@@ -170,6 +156,12 @@ class RequestTable:
         live = np.flatnonzero(self.index_of[: self.num_computed_tokens] >= 0)
         return live.astype(np.int32)
 
+    def ranked(self) -> LiveIndex:
+        """The live ids by rank; kept up to date from now on."""
+        if self.live_index is None:
+            self.live_index = LiveIndex(self)
+        return self.live_index
+
     def oldest(self, count: int, first_id: int = 0) -> np.ndarray:
         """int32[<= count], the lowest live ids >= first_id; O(count), however long the context.
 
@@ -252,6 +244,8 @@ class RequestTable:
         self.id_at[local] = -1
         np.subtract.at(self.live_in, local // self.block_size, ONE)
         self.num_live_tokens -= len(ids)
+        if self.live_index is not None:
+            self.live_index.evicted.append(ids)
         self.holes = np.concatenate([self.holes, local]) if len(self.holes) else local
         return local
 

@@ -23,6 +23,7 @@ import numpy as np
 from vtoken.config import VTokenConfig
 from vtoken.engine.base import StepEngine
 from vtoken.engine.observe import Observer
+from vtoken.engine.run import run_requests
 
 VARIANTS = (("naive", "protect"), ("vtoken", "protect"), ("vtoken", "copy"))
 CHECK_EVERY = 16  # steps between two looks at every table and the pool
@@ -48,19 +49,30 @@ class SharingCase:
         return [10 + i, *rng.integers(10, self.vocab_size, self.suffix_tokens - 1).tolist()]
 
 
-class SharingObserver(Observer):
-    """Also counts prefix hits, and blocks in use while all of `degree` requests decode."""
+class HitObserver(Observer):
+    """Also counts prompt tokens that requests found in the prefix cache when they started."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        super().__init__(engine)
+        self.hit_tokens = self.prompt_tokens = 0
+
+    def _record(self, output) -> None:
+        super()._record(output)
+        self.hit_tokens += sum(r.num_computed_tokens for r in output.scheduled_new_reqs)
+        self.prompt_tokens += sum(len(r.prompt_token_ids) for r in output.scheduled_new_reqs)
+
+
+class SharingObserver(HitObserver):
+    """Also counts blocks in use while all of `degree` requests decode."""
 
     def __init__(self, engine: StepEngine, degree: int) -> None:
         super().__init__(engine)
         self.degree = degree
-        self.hit_tokens = 0
         self.retained_blocks: list[int] = []
         self.protected_tokens: list[int] = []  # the least of any request, per step
 
     def _record(self, output) -> None:
         super()._record(output)
-        self.hit_tokens += sum(r.num_computed_tokens for r in output.scheduled_new_reqs)
         counts = output.num_scheduled_tokens
         if len(counts) == self.degree == output.total_num_scheduled_tokens:
             self.retained_blocks.append(self.engine.num_used_blocks())
@@ -154,6 +166,33 @@ def prefix_table(
             rows.append(row)
             advance(row)
     return rows
+
+
+def measure_hits(
+    engine: StepEngine, requests: Sequence, *, max_concurrency: int
+) -> dict[str, object]:
+    """Run requests closed loop from an empty prefix cache; how much of their prompts it gave.
+
+    Returns:
+        A flat row with `prefix_hit_frac`, a share of all prompt tokens.
+    """
+    engine.reset_prefix_cache()
+    observer = HitObserver(engine)
+    try:
+        run = run_requests(engine, requests, max_concurrency=max_concurrency)
+    finally:
+        stats = observer.stop()
+    config, counters = engine.config, run.counters
+    return {
+        "mode": "native" if config is None else config.mode,
+        "policy": "" if config is None else config.policy,
+        "shared_prefix": "" if config is None else config.shared_prefix,
+        "num_requests": len(run.finished), "max_concurrency": max_concurrency,
+        "prefix_hit_frac": observer.hit_tokens / observer.prompt_tokens,
+        "vtoken_peak_blocks": stats.peak_blocks, "vtoken_preemptions": stats.preemptions,
+        "vtoken_evicted_tokens": counters.evicted_tokens,
+        "copies": counters.copies, "copies_declined": counters.copies_declined,
+    }  # fmt: skip
 
 
 def show_prefix_table(rows: Sequence[dict[str, object]]):

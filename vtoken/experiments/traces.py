@@ -148,6 +148,10 @@ class Replay:
         }
         if self.approximate:
             row["approximate"] = True
+        else:
+            counters = [r.engine.counters for r in self.replicas]
+            row["vtoken_evicted_tokens"] = sum(c.evicted_tokens for c in counters)
+            row["vtoken_moved_tokens"] = sum(c.moved_tokens for c in counters)
         prompt = sum(o.request.prompt_len for o in done)
         row["prefix_hit_frac"] = sum(o.cached_tokens for o in done) / prompt if prompt else 0.0
         if done:

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from vtoken.policies.selection import NO_IDS, lowest, lowest_indices
 
 __all__ = [
-    "NO_IDS", "BatchView", "Policy", "RequestView", "ScoreKind", "budget_tokens",
+    "NO_IDS", "BatchView", "Policy", "RankedIds", "RequestView", "ScoreKind", "budget_tokens",
 ]  # fmt: skip
 
 _SLACK = 1e-9  # keeps the ceiling of 0.3 * 10 from being 4
@@ -37,6 +37,16 @@ class ScoreKind(str, Enum):
     WINDOW = "window"  # a chunk: score = a of its last queries; a decode step: leaky sum
     COUNT_ABOVE_THRESHOLD = "count-above-threshold"  # score += (mean a > 1 / live tokens)
     KEY_NORM = "key-norm"  # L2 norm of the key, summed over layers and heads, set once
+
+
+class RankedIds(Protocol):
+    """The live ids of a request, counted from the lowest."""
+
+    def count_below(self, first_id: int) -> int:
+        """Live ids < first_id."""
+
+    def at(self, ranks: np.ndarray) -> np.ndarray:
+        """int32[K], the live ids with these ranks."""
 
 
 class RequestView:
@@ -62,6 +72,7 @@ class RequestView:
         "num_computed_tokens", "num_prompt_tokens", "budget_tokens", "num_evict",
         "protected_tokens", "token_ids", "seed", "prompt_hash",
         "_live_ids", "_scores", "_oldest", "_scores_by_id", "_all_live",
+        "_ranked",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +91,7 @@ class RequestView:
         oldest: Callable[[int, int], np.ndarray] | None = None,
         scores_by_id: np.ndarray | None = None,
         all_live: Callable[[np.ndarray], bool] | None = None,
+        ranked: Callable[[], RankedIds] | None = None,
     ) -> None:
         self.num_computed_tokens = num_computed_tokens
         self.num_prompt_tokens = num_prompt_tokens
@@ -90,6 +102,7 @@ class RequestView:
         self.seed, self.prompt_hash = seed, prompt_hash
         self._live_ids, self._scores, self._oldest = live_ids, scores, oldest
         self._scores_by_id, self._all_live = scores_by_id, all_live
+        self._ranked = ranked
 
     @property
     def live_ids(self) -> np.ndarray:
@@ -113,6 +126,10 @@ class RequestView:
         # Search in the ids' own dtype: a Python int would make searchsorted copy all ids.
         start = int(ids.searchsorted(np.int32(first_id)))
         return ids[start : start + max(0, count)]
+
+    def ranked(self) -> RankedIds | None:
+        """Live ids by rank, without a pass over them; None where `live_ids` is all there is."""
+        return None if self._ranked is None else self._ranked()
 
     def lowest_scored(self, first_id: int, end_id: int, sign: int = 1) -> np.ndarray | None:
         """int32, the `num_evict` ids of first_id .. end_id - 1 with the lowest `sign` * score.
@@ -209,11 +226,15 @@ class Policy(ABC):
             return ids[low:high]
         return ids[low:high][~np.isnan(view.scores[low:high])]
 
+    def candidate_bounds(self, view: RequestView) -> tuple[int, int]:
+        """Half-open range of ids between sinks, or protected ids, and recent window."""
+        first = max(self.sink_tokens, view.protected_tokens)
+        end = view.num_computed_tokens - self.recent(view.budget_tokens)
+        return first, max(first, end)
+
     def candidate_range(self, view: RequestView) -> tuple[int, int]:
         """Half-open range of indices into `live_ids` between sinks and recent window."""
-        first = max(self.sink_tokens, view.protected_tokens)
-        last = view.num_computed_tokens - self.recent(view.budget_tokens)
-        bounds = np.array((first, max(first, last)), np.int32)
+        bounds = np.array(self.candidate_bounds(view), np.int32)
         low, high = view.live_ids.searchsorted(bounds)
         return int(low), int(high)
 
@@ -222,9 +243,7 @@ class Policy(ABC):
 
         Among equal scores the lower id goes first; ids without a score are never named.
         """
-        first = max(self.sink_tokens, view.protected_tokens)
-        end = view.num_computed_tokens - self.recent(view.budget_tokens)
-        found = view.lowest_scored(first, max(first, end), sign)
+        found = view.lowest_scored(*self.candidate_bounds(view), sign)
         if found is not None:
             return found
         ids, scores = self.scored_candidates(view)

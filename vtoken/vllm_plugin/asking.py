@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vtoken.core.planner import NEVER
+from vtoken.core.planner import NEVER, RequestState
 
 
 class ReportAsker:
@@ -22,13 +22,15 @@ class ReportAsker:
         hooks, asks = self.hooks, {}
         if hooks.pressure.elastic:
             # The next chunk may find no room, and without scores nothing could be evicted.
-            wanted = hooks.pressure.wants_reports() + chunks
-            for req_id in wanted:
-                if num_scheduled.get(req_id, 0) and req_id not in asks:
-                    self._ask(req_id, num_scheduled, asks)
+            for req_id in hooks.pressure.wants_reports() + chunks:
+                state = hooks.states[req_id]
+                if num_scheduled.get(req_id, 0) and hooks.needs_scores(state):
+                    asks[req_id] = state
         for req_id in hooks.calendar.watched:
             if req_id not in asks and self._is_needed(req_id, num_scheduled.get(req_id, 0)):
-                self._ask(req_id, num_scheduled, asks)
+                asks[req_id] = hooks.states[req_id]
+        if asks:
+            self._remember(asks, num_scheduled)
         return list(asks)
 
     def _is_needed(self, req_id: str, n: int) -> bool:
@@ -44,11 +46,10 @@ class ReportAsker:
         # The report of the last step is the one the coming decision uses.
         return n > 1 or hooks.reports.asked_at(req_id) != hooks.step_seq - 1
 
-    def _ask(self, req_id: str, num_scheduled: dict[str, int], asks: dict[str, None]) -> None:
-        hooks, state = self.hooks, self.hooks.states[req_id]
-        if not hooks.needs_scores(state):
-            return
-        length = self.scheduler.requests[req_id].num_computed_tokens + num_scheduled[req_id]
-        hooks.sync(state, hooks.manager.req_to_blocks[req_id], length)
-        hooks.reports.ask(req_id, hooks.step_seq, state.table.ids_by_physical_index())
-        asks[req_id] = None
+    def _remember(self, asks: dict[str, RequestState], num_scheduled: dict[str, int]) -> None:
+        hooks, requests = self.hooks, self.scheduler.requests
+        lengths = [requests[r].num_computed_tokens + num_scheduled[r] for r in asks]
+        tables = [state.table for state in asks.values()]
+        hooks.sync_all(tables, lengths)
+        for table in tables:
+            hooks.reports.ask(table.req_id, hooks.step_seq, table.ids_by_physical_index())

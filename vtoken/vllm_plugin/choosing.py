@@ -98,17 +98,26 @@ class VictimChooser:
         blocks = hooks.manager.req_to_blocks[req_id]
         return hooks.shares.shared(blocks) is None and not hooks.shares.wants_copy(blocks)
 
+    def goes_at_once(self, request) -> bool:
+        """Whether a planned eviction is carried out at the head of the step.
+
+        A decoding request's is, in all modes: whether the step then reaches the request, or its
+        token budget is used up before, makes no difference to what is evicted. What becomes of
+        holes that may stay depends on the room there is when slots are allocated.
+        """
+        return (
+            self.hooks.config.fragmentation_threshold == 0.0 and self.expected_tokens(request) == 1
+        )
+
     def decide_together(self, requests: list) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
         """Victims of requests that `goes_together` said yes to.
 
         Returns:
             (states, ids int[K], counts int[E]) of those that lose some, ids request by request.
         """
-        hooks, rows = self.hooks, self.hooks.manager.req_to_blocks
+        hooks = self.hooks
         states = [hooks.states[r.request_id] for r in requests]
-        tables = [s.table for s in states]
-        new_ids = [[b.block_id for b in rows[t.req_id][t.num_blocks :]] for t in tables]
-        Tables(tables).sync(new_ids, [r.num_computed_tokens for r in requests])
+        hooks.sync_all([s.table for s in states], [r.num_computed_tokens for r in requests])
         due = []
         for request, state in zip(requests, states, strict=True):
             num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)

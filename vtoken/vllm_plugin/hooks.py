@@ -2,9 +2,9 @@
 
 Called in this order in every step (DESIGN section 4):
 
-    begin_step     head of schedule(): who is due, and which ids go; of decoding requests that
-                   share nothing ids die at once, all requests together
-    execute        from allocate_slots, for the other requests: ids die, blocks go back to the pool
+    begin_step     head of schedule(): who is due, and which ids go; of decoding requests they die
+                   at once, of those that share nothing all together
+    execute        from allocate_slots, for prompts: ids die, blocks go back to the pool
     finalize       from _update_after_schedule: placement with the real token counts, StepPlan
     forget         request finished, aborted or preempted
 
@@ -22,10 +22,11 @@ from zlib import crc32
 import numpy as np
 
 from vtoken.config import VTokenConfig
+from vtoken.core.batch import Tables
 from vtoken.core.calendar import Calendar
 from vtoken.core.events import Counters, StepPlan, TraceEntry, build_step_plan
 from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
-from vtoken.core.table import NO_SLOTS, TokenTable
+from vtoken.core.table import RequestTable, TokenTable
 from vtoken.policies.base import ScoreKind
 from vtoken.vllm_plugin.admission import Admission
 from vtoken.vllm_plugin.asking import ReportAsker
@@ -123,6 +124,11 @@ class SchedulerHooks:
             else:
                 self.chooser.decide(request, self.states[request.request_id])
                 self.chooser.limit_moves(request)
+        # Nothing is released before everybody's copies have their blocks.
+        for request in due:
+            if request.request_id in self.plans and self.chooser.goes_at_once(request):
+                self.evictor.num_new_tokens = 1
+                self.evictor.execute(request.request_id, self.plans.pop(request.request_id))
         if together:
             self.evictor.execute_batch(*self.chooser.decide_together(together))
         self.counters.plan_s += time.perf_counter() - start
@@ -131,6 +137,12 @@ class SchedulerHooks:
         """Bring a request's table in step with vLLM: new blocks, tokens grown at the tail."""
         table = state.table
         table.sync([b.block_id for b in blocks[table.num_blocks :]], length)
+
+    def sync_all(self, tables: list[RequestTable], lengths: list[int]) -> None:
+        """`sync` for the tables of several requests, at these lengths."""
+        rows = self.manager.req_to_blocks
+        new_ids = [[b.block_id for b in rows[t.req_id][t.num_blocks :]] for t in tables]
+        Tables(tables).sync(new_ids, lengths)
 
     # ---- while vLLM schedules and allocates ------------------------------------------------
 
@@ -338,6 +350,3 @@ class SchedulerHooks:
         if self.log is not None:
             self.log.take_scores(reports, self.reports, self.scheduler.requests)
         self.reports.receive(reports)
-
-
-__all__ = ["NO_SLOTS", "SchedulerHooks"]

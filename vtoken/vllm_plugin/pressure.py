@@ -19,6 +19,7 @@ from vtoken.core.pressure import PoolView, share_shortfall, tokens_to_give
 from vtoken.units import cdiv
 from vtoken.vllm_plugin.sizing import SCORE_DELAY_STEPS, peak_tokens
 
+
 class PressureControl:
     """See the module's head.
 
@@ -118,8 +119,10 @@ class PressureControl:
         self.allocated.clear()
         if not self.is_active or not self.elastic:
             return
-        needed = self._blocks_needed()
         low = max(self.low, self._score_slack())
+        if self.pool.get_num_free_blocks() - self._blocks_needed_at_most() >= low:
+            return
+        needed = self._blocks_needed()
         view = PoolView(self.pool.get_num_free_blocks(), needed, low, 2 * low)
         if view.shortfall > 0:
             self.reclaim(view.shortfall)
@@ -139,6 +142,19 @@ class PressureControl:
             return 0
         decoding = sum(not r.is_prefill_chunk for r in self.hooks.scheduler.running)
         return cdiv(SCORE_DELAY_STEPS * decoding, self.block_size) + 1 if decoding else 0
+
+    def _blocks_needed_at_most(self) -> int:
+        """No less than `_blocks_needed`, without a look at every running request.
+
+        One that the calendar does not watch decodes: it takes a block at most.
+        """
+        hooks, scheduler = self.hooks, self.hooks.scheduler
+        needed = len(scheduler.running)
+        for req_id in hooks.calendar.watched:
+            request = scheduler.requests[req_id]
+            held = len(hooks.manager.req_to_blocks[req_id])
+            needed += self._demand(request, self._new_tokens(request)) - held
+        return needed + self._waiting_need(scheduler.max_num_scheduled_tokens)
 
     def _blocks_needed(self) -> int:
         """Blocks that running requests, and those about to be admitted, take in this step."""
@@ -165,6 +181,8 @@ class PressureControl:
         """Blocks for the waiting requests that this step can admit."""
         admission, scheduler, N = self.hooks.admission, self.hooks.scheduler, self.block_size
         places = scheduler.max_num_active_reqs - len(scheduler.running)
+        if places <= 0 or not scheduler.waiting:
+            return 0
         charged, needed = admission.charged_blocks(), 0
         for request in scheduler.waiting:
             if places <= 0 or token_budget <= 0:

@@ -30,6 +30,8 @@ OWN = (
         help="Measured decode steps, per engine and pair."),
     Opt("events", parse=count, metavar="N", default="100",
         help="Relocation events to time, at least."),
+    Opt("clock", parse=choice("wall", "cpu"), metavar="wall|cpu", default="wall",
+        help="Of paired steps; cpu: this process's CPU time, on a machine that others use as well."),
     Opt("trace", metavar="FILE", help="Write the step suite's calls in Chrome's trace format."),
 )  # fmt: skip
 _NAMES = {"steps": "num_steps", "events": "num_events"}

@@ -28,7 +28,9 @@ def _memory(rows: Sequence[Row]) -> list[str]:
         return []
     ratio = median(known)
     said = _against(ratio)
-    return [f"Where all requests fit at once, vToken was {said} native and lost tokens: use native."]
+    return [
+        f"Where all requests fit at once, vToken was {said} native and lost tokens: use native."
+    ]
 
 
 def _sla(rows: Sequence[Row]) -> list[str]:

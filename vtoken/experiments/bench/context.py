@@ -136,7 +136,8 @@ class Context:
                 text,
                 prompt_len=settings.prompt_len or prompt_len,
                 output_len=settings.output_len or output_len,
-                get_tokenizer=None if settings.dry_run else self.tokenizer,
+                get_tokenizer=self.tokenizer,
+                is_text_needed=not settings.dry_run,
                 vocab_size=self.shape.vocab_size,
                 seed=settings.engine.seed,
             )

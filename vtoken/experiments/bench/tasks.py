@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vtoken.errors import ConfigError, nearest
+from vtoken.experiments.bench.workloads import files_called_workloads
 from vtoken.workloads import WorkloadRequest, load_longbench, needle_prompts
 from vtoken.workloads.chat import LengthBounds
 from vtoken.workloads.retrieval import key_value_prompts, line_prompts, multidoc_prompts
@@ -65,7 +66,8 @@ def make_task(
         min_prompt_tokens=1, min_output_tokens=1, max_prompt_tokens=prompt_len,
         max_total_tokens=None,
     )  # fmt: skip
-    requests = load_longbench(text, tokenizer, output_len=output, bounds=bounds)
+    with files_called_workloads():
+        requests = load_longbench(text, tokenizer, output_len=output, bounds=bounds)
     requests = [r for r in requests if r.answers][:num]
     if not requests:
         raise ConfigError("--workload", text, "rows with answers to compare with")

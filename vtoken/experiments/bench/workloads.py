@@ -9,7 +9,8 @@ NAME:256+96     the same, cut or made to 256 prompt and 96 output tokens
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from vtoken.workloads import (
     trace_token_ids,
     with_arrivals,
 )
+from vtoken.workloads.files import OPTION
 from vtoken.workloads.load import TRACE_LOADERS
 
 NAMES = ("text", "random")
@@ -62,15 +64,17 @@ def make_workload(
     *,
     prompt_len: int,
     output_len: int,
-    get_tokenizer: Callable[[], object] | None,
+    get_tokenizer: Callable[[], object],
     vocab_size: int,
     seed: int = 0,
+    is_text_needed: bool = True,
 ) -> Workload:
     """Read a workload's name.
 
     Args:
         prompt_len, output_len: tokens, where the name does not say and the file has no lengths.
-        get_tokenizer: called where there is text; None: lengths alone count, ids are made up.
+        get_tokenizer: called where there is text.
+        is_text_needed: False: lengths alone count, and `text` is made of random ids.
 
     Raises:
         ConfigError: no such workload, or a file with no usable rows.
@@ -83,9 +87,12 @@ def make_workload(
     is_file = "/" in name or "." in name or Path(name).exists()
     if name not in NAMES and not is_file:
         raise ConfigError("--workload", text, f"{nearest(name, NAMES)} or the path of a dataset")
-    if is_file and not is_sized:
-        return _dataset(text, name, get_tokenizer, vocab_size)
-    if name == "random" or get_tokenizer is None:
+    if is_file:
+        with files_called_workloads():
+            detect_format(name)  # a path that leads nowhere is said first
+            if not is_sized:
+                return _dataset(text, name, get_tokenizer, vocab_size)
+    if name == "random" or not (is_text_needed or is_file):
 
         def make(num: int, repeat: int) -> list[WorkloadRequest]:
             return random_prompts(
@@ -93,7 +100,8 @@ def make_workload(
             )
 
     else:
-        texts = dataset_texts(name) if is_file else shipped_texts()
+        with files_called_workloads():
+            texts = dataset_texts(name) if is_file else shipped_texts()
         tokenizer = get_tokenizer()
 
         def make(num: int, repeat: int) -> list[WorkloadRequest]:
@@ -106,6 +114,17 @@ def make_workload(
     return Workload(name=text, make=lru_cache(64)(make), max_tokens=prompt_len + output_len)
 
 
+@contextmanager
+def files_called_workloads() -> Iterator[None]:
+    """Name `--workload` in what is wrong with a file: that is where the user gave it."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.option != OPTION:
+            raise
+        raise ConfigError("--workload", error.value, error.allowed) from error.__cause__
+
+
 def _dataset(text: str, path: str, get_tokenizer, vocab_size: int) -> Workload:
     """A dataset's own requests; repeats take other rows, the warm-up made-up ones."""
     form = detect_format(path)
@@ -114,7 +133,7 @@ def _dataset(text: str, path: str, get_tokenizer, vocab_size: int) -> Workload:
     if form in TRACE_LOADERS:
         rows = load_workload(path)
     else:
-        rows = load_workload(path, get_tokenizer() if get_tokenizer is not None else None)
+        rows = load_workload(path, get_tokenizer())
 
     def make(num: int, repeat: int) -> list[WorkloadRequest]:
         if repeat >= WARM_UP_REPEAT:

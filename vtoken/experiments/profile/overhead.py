@@ -7,7 +7,7 @@ neighbouring steps differs in the mode alone, and other work on the machine hits
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -34,6 +34,7 @@ from vtoken.experiments.profile.settings import ProfileSettings
 from vtoken.experiments.profile.timer import PhaseTimer
 
 WARM_UP_STEPS = 4
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def num_event_steps(profile: ProfileSettings) -> int:
@@ -48,25 +49,23 @@ def num_event_steps(profile: ProfileSettings) -> int:
     return int(rounds * grown) + profile.num_steps
 
 
-def run_overhead(profile: ProfileSettings, say: Say) -> list[Row]:
-    """Measure the suite.
+def run_overhead(profile: ProfileSettings, say: Say) -> Iterator[Row]:
+    """Measure the suite; rows come as they are done.
 
     Raises:
         ConfigError: the requests do not fit at once, or the model cannot be evicted from.
     """
-    rows: list[Row] = []
     steps = WARM_UP_STEPS + max(2 * profile.num_steps, num_event_steps(profile))
     longest = profile.prompt_len + steps + 64
     with side_by_side(profile, max(profile.concurrencies), longest) as engines:
         for c in profile.concurrencies:
             say(f"indirection against native, {c} running")
-            rows += _pair_rows(engines, profile, c, "native", "indirection", steps)
+            yield from _pair_rows(engines, profile, c, "native", "indirection", steps)
         for c in profile.concurrencies:
             say(f"reclaim against naive, {c} running")
-            rows += _pair_rows(engines, profile, c, "naive", "vtoken", steps)
+            yield from _pair_rows(engines, profile, c, "naive", "vtoken", steps)
         say(f"time per relocation event, {profile.concurrencies[0]} running")
-        rows += event_rows(engines, profile, steps)
-    return rows
+        yield from event_rows(engines, profile, steps)
 
 
 # ---- pairs ---------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ def _pair_rows(
 ) -> Iterator[Row]:
     pair = {m: _engine(engines, profile, m) for m in (base, mode)}
     with _decoding(pair, profile, c, output_len):
-        seconds = paired_steps(pair, profile.num_steps)
+        seconds = paired_steps(pair, profile.num_steps, CLOCKS[profile.clock])
         yield from pair_rows(seconds, base, mode, c)
         if mode == "indirection":
             timer = watch_steps(pair[mode], profile.num_steps)
@@ -119,7 +118,9 @@ def _num_computed(engine: StepEngine) -> int:
     return min(r.num_computed_tokens for r in engine.scheduler.running)
 
 
-def paired_steps(pair: dict[str, StepEngine], num: int) -> dict[str, np.ndarray]:
+def paired_steps(
+    pair: dict[str, StepEngine], num: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, np.ndarray]:
     """Step two engines in turn, the order changing from pair to pair.
 
     Returns:
@@ -129,9 +130,9 @@ def paired_steps(pair: dict[str, StepEngine], num: int) -> dict[str, np.ndarray]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for i in range(WARM_UP_STEPS + num):
         for name in names if i % 2 else reversed(names):
-            start = time.perf_counter()
+            start = clock()
             pair[name].step()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: np.array(s[WARM_UP_STEPS:]) for name, s in seconds.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,41 +39,45 @@ def run_profile(settings: ProfileSettings, say: Say) -> ProfileResult:
     result = ProfileResult(settings, utc_now())
     try:
         for suite in settings.suites:
-            result.rows[suite] = _SUITES[suite](result, say)
+            rows = result.rows[suite] = []
+            # Row by row, from a generator: what was measured stays when the user stops it.
+            rows.extend(_SUITES[suite](result, say))
     except KeyboardInterrupt:
         result.interrupted = True
     return result
 
 
-def _overhead(result: ProfileResult, say: Say) -> list[Row]:
+def _overhead(result: ProfileResult, say: Say) -> Iterator[Row]:
     from vtoken.experiments.profile.overhead import run_overhead
 
     return run_overhead(result.settings, say)
 
 
-def _step(result: ProfileResult, say: Say) -> list[Row]:
-    from vtoken.experiments.profile.step import run_step, step_rows
+def _step(result: ProfileResult, say: Say) -> Iterator[Row]:
+    from vtoken.experiments.profile.step import run_step, stock_ms
     from vtoken.experiments.profile.trace import write_trace
 
-    result.step_profiles = run_step(result.settings, say)
-    if result.settings.trace is not None:
-        write_trace(result.settings.trace, {p.mode: p.spans for p in result.step_profiles})
-    return step_rows(result.step_profiles)
+    profiles, path = result.step_profiles, result.settings.trace
+    for profile in run_step(result.settings, say):
+        profiles.append(profile)
+        if path is not None:
+            write_trace(path, {p.mode: p.spans for p in profiles})
+        yield from profile.rows(stock_ms(profiles))
 
 
-def _kernels(result: ProfileResult, say: Say) -> list[Row]:
+def _kernels(result: ProfileResult, say: Say) -> Iterator[Row]:
     from vtoken.experiments.profile.kernels import run_kernels
 
     return run_kernels(say)
 
 
-def _scale(result: ProfileResult, say: Say) -> list[Row]:
+def _scale(result: ProfileResult, say: Say) -> Iterator[Row]:
     from vtoken.experiments.profile.scale import run_scale
 
     return run_scale(result.settings, say)
 
 
-_SUITES: dict[str, Callable[[ProfileResult, Say], list[Row]]] = {
+_SUITES: dict[str, Callable[[ProfileResult, Say], Iterable[Row]]] = {
     "overhead": _overhead, "step": _step, "kernels": _kernels, "scale": _scale,
 }  # fmt: skip
 

@@ -48,13 +48,13 @@ def run_scale(
     requests: Sequence[int] = REQUESTS,
     contexts: Sequence[int] = CONTEXTS,
     policies: Sequence[str] = POLICIES,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measure the suite; a real engine of the profile's model is opened for its metadata."""
     with _quiet_vllm():
-        rows = list(_rows_by_requests(say, requests))
-        rows += _rows_by_context(say, contexts, policies)
+        yield from _rows_by_requests(say, requests)
+        yield from _rows_by_context(say, contexts, policies)
     say("metadata on the device")
-    return rows + _device_rows(profile)
+    yield from _device_rows(profile)
 
 
 @contextmanager

@@ -25,6 +25,8 @@ class ProfileSettings:
         requests do not all evict in the same step.
     num_steps: measured decode steps, per engine and per pair.
     num_events: relocation events that are timed, at least.
+    clock: of paired steps: "wall", or "cpu", this process's CPU time, on machines that others use
+        as well.
     trace: file for a Chrome trace of the step suite.
     """
 
@@ -36,6 +38,7 @@ class ProfileSettings:
     prompt_len: int = 128
     num_steps: int = 80
     num_events: int = 100
+    clock: str = "wall"
     trace: Path | None = None
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from vtoken.experiments.profile.rows import Row, Say, make_row
 from vtoken.experiments.profile.running import side_by_side, start_requests, stop_requests
 from vtoken.experiments.profile.settings import ProfileSettings
 from vtoken.experiments.profile.timer import PhaseTimer, Span, StepTimes
+from vtoken.experiments.results import MODES
 
 SCORE_PRICE_STEPS, WARM_UP_STEPS = 3, 4
 
@@ -48,10 +50,14 @@ class StepProfile:
     def total_ms(self) -> np.ndarray:
         return np.array([1e3 * s.total_s for s in self.steps])
 
-    def rows(self, stock_ms: float | None) -> list[Row]:
-        """Flat rows; `frac` is the phase's share of all steps' time."""
+    def rows(self, stock: float | None) -> list[Row]:
+        """Flat rows; `frac` is the phase's share of all steps' time.
+
+        Args:
+            stock: milliseconds of a step of stock vLLM, see `stock_ms`.
+        """
         at, all_ms = f"c{self.concurrency}", self.total_ms
-        against = None if stock_ms is None else all_ms.mean() / stock_ms
+        against = None if stock is None else all_ms.mean() / stock
         rows = [make_row(f"{self.mode}/step/{at}", "ms", samples=all_ms, ratio_to_stock=against)]
         for phase in PHASES:
             ms, name = self.phase_ms(phase), phase.replace(" ", "_")
@@ -69,28 +75,25 @@ class StepProfile:
         return rows
 
 
-def run_step(profile: ProfileSettings, say: Say) -> list[StepProfile]:
-    """Profile each mode in turn, stock vLLM in an engine of its own.
+def run_step(profile: ProfileSettings, say: Say) -> Iterator[StepProfile]:
+    """Profile each mode in turn, stock vLLM first and in an engine of its own.
 
     Raises:
         ConfigError: the requests do not fit at once, or the model cannot be evicted from.
     """
     c = profile.concurrencies[0]
     length = profile.num_steps + SCORE_PRICE_STEPS + WARM_UP_STEPS + 8
-    found = []
     with side_by_side(profile, c, profile.prompt_len + length + 64) as engines:
-        for mode in profile.modes:
+        for mode in sorted(profile.modes, key=MODES.index):
             say(f"phases of a step, {mode}, {c} running")
             name = "stock" if mode == "native" else "first"
             engine = engines.get(name, profile.mode_config(mode))
-            found.append(profile_steps(engine, mode, profile, c, length + 32))
-    return found
+            yield profile_steps(engine, mode, profile, c, length + 32)
 
 
-def step_rows(profiles: list[StepProfile]) -> list[Row]:
-    """Rows of all modes; those of stock vLLM are what `ratio_to_stock` compares with."""
-    stock = next((p.total_ms.mean() for p in profiles if p.mode == "native"), None)
-    return [row for p in profiles for row in p.rows(stock)]
+def stock_ms(profiles: Sequence[StepProfile]) -> float | None:
+    """Mean milliseconds of a step of stock vLLM, if it is among them."""
+    return next((float(p.total_ms.mean()) for p in profiles if p.mode == "native"), None)
 
 
 def profile_steps(
