@@ -12,6 +12,7 @@ from __future__ import annotations
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.pairing import Comparison, Runs
 from vtoken.experiments.bench.rows import compared_rows, make_row
+from vtoken.experiments.bench.session import Pool
 from vtoken.experiments.bench.settings import DEFAULT_RATIO, DEFAULT_RATIOS, Case
 
 PAPER = "section 5.2, Figure 7"
@@ -34,10 +35,11 @@ def run_memory(context: Context, result: SuiteResult) -> None:
     at_once = max(points or (num,))
     with context.session(max_tokens=longest, max_num_seqs=at_once) as session:
         runner = context.runner(session)
+        pool = context.ample_pool(at_once, longest)  # one for all: engines stay open
         comparisons = [
             comparison
             for workload in workloads
-            for comparison in _comparisons(context, workload, num, at_once)
+            for comparison in _comparisons(context, workload, num, at_once, pool)
         ]
         for comparison in comparisons:
             runner.plan_comparison(comparison)
@@ -47,11 +49,12 @@ def run_memory(context: Context, result: SuiteResult) -> None:
             runner.raise_if_interrupted()
 
 
-def _comparisons(context: Context, workload, num: int, at_once: int) -> list[Comparison]:
+def _comparisons(
+    context: Context, workload, num: int, at_once: int, pool: Pool
+) -> list[Comparison]:
     """The first ratio with all modes and repeats; the others with one pair, for the span."""
     settings = context.settings
     head, *others = _ratios(context)
-    pool = context.ample_pool(at_once, workload.max_tokens)
     common = {
         "suite": "memory", "workload": workload, "pool": pool, "num_requests": num,
         "max_concurrency": None if at_once >= num else at_once,
