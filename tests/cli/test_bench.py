@@ -173,7 +173,14 @@ def test_ctrl_c_keeps_runs_and_resume_takes_them_up(tmp_path, capfd, monkeypatch
     first, second = tmp_path / "first", tmp_path / "second"
     assert main([*MEMORY, "--output", str(first)]) == 130
     assert "interrupted" in capfd.readouterr().out
-    assert json.loads((first / "result.json").read_text())["interrupted"] is True
+    result = json.loads((first / "result.json").read_text())
+    assert result["interrupted"] is True
+    kept = {row["mode"]: row for row in result["suites"]["memory"] if not row.get("shadow")}
+    # One repeat of each mode and a second one of native.
+    assert {mode: row["repeats"] for mode, row in kept.items()} == {
+        "native": 2, "naive": 1, "vtoken": 1,
+    }  # fmt: skip
+    assert kept["vtoken"]["retained_over_naive"] < 0.73
     assert len((first / "runs.jsonl").read_text().splitlines()) == 1 + 4
 
     assert main([*MEMORY, "--output", str(second), "--resume", str(first)]) == 0

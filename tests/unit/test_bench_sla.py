@@ -9,6 +9,7 @@ import pytest
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
 from vtoken.experiments.bench import sla
+from vtoken.experiments.bench.context import SuiteResult
 from vtoken.experiments.bench.measure import Record
 from vtoken.experiments.bench.session import Pool
 from vtoken.experiments.bench.settings import BenchSettings, Case
@@ -22,6 +23,9 @@ class FakeRunner:
         self.table, self.asked = table, []
 
     def plan(self, num_tokens) -> None:
+        pass
+
+    def raise_if_interrupted(self) -> None:
         pass
 
     def run(self, comparison):
@@ -163,4 +167,4 @@ def test_naive_must_be_there_to_set_the_limit() -> None:
         settings=BenchSettings(suites=("sla",), modes=("native", "vtoken"), config=VTokenConfig())
     )
     with pytest.raises(ConfigError, match="naive among them"):
-        sla.run_sla(context)
+        sla.run_sla(context, SuiteResult())

@@ -49,6 +49,17 @@ def test_a_clean_run_is_checked_throughout(holder) -> None:
     assert events["positions"] == computed
 
 
+def test_an_engine_tells_what_was_checked(holder) -> None:
+    """As the status page of a server does; the worker's counts ride on the steps' outputs."""
+    from vtoken.server.snapshot import snapshot
+
+    outcome = run_checked(holder.get(), _config(hash_kv_every=1), _requests(5))
+    assert snapshot(holder.get().scheduler)["checks"] == outcome.tally.rows()
+    assert outcome.tally.events["I1"] > 0 and outcome.tally.events["I4"] > 0
+    run_checked(holder.get(), _config(), _requests(6))
+    assert snapshot(holder.get().scheduler)["checks"] is None
+
+
 def test_every_nth_event_only(holder) -> None:
     all_of_them = run_checked(holder.get(), _config(hash_kv_every=1), _requests(2)).tally
     some = run_checked(holder.get(), _config(hash_kv_every=3), _requests(2)).tally

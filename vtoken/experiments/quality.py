@@ -20,6 +20,7 @@ from vtoken.config import VTokenConfig
 from vtoken.engine.run import run_requests
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError
+from vtoken.units import cdiv
 from vtoken.workloads.request import WorkloadRequest
 from vtoken.workloads.texts import text_prompts
 
@@ -121,7 +122,9 @@ def run_pairs(engine, config: VTokenConfig, requests, follows, folder: Path) -> 
         fields = config.model_dump(exclude_defaults=True) | changes
         engine.reconfigure(VTokenConfig.from_mapping(fields))
         engine.reset_prefix_cache()
-        runs[name] = run_requests(engine, requests, ignore_eos=False).finished
+        runs[name] = run_requests(
+            engine, requests, max_concurrency=_num_at_once(engine, requests), ignore_eos=False
+        ).finished
         if name == "naive":
             trace = list(engine.trace)
     decode = engine.tokenizer.decode
@@ -135,6 +138,12 @@ def run_pairs(engine, config: VTokenConfig, requests, follows, folder: Path) -> 
         return found
 
     return {"replayed": pairs("replayed"), "free": pairs("free"), "trace": trace}
+
+
+def _num_at_once(engine, requests: Sequence[WorkloadRequest]) -> int:
+    """Requests that fit the pool with all their tokens: nobody is preempted, in no mode."""
+    most = max(len(r.prompt_token_ids) + r.output_len for r in requests)
+    return max(1, engine.num_usable_blocks // cdiv(most, engine.block_size))
 
 
 def explain(model, pair: Pair, prompt_ids: Sequence[int], entries) -> dict[str, object]:

@@ -8,6 +8,7 @@ is live.
                 [live, dead, tail, cached] slots; what is missing to the cell's size is free
     tail        slots at the end of a request's last block that nothing was written to yet
     cached      slots of free blocks that still hold a reusable prefix
+    checks      under `hash_kv_every`: events and violations per invariant, as in `vtoken verify`
     reserved_blocks  what running requests are projected to hold at their peaks
 """
 
@@ -58,6 +59,7 @@ def snapshot(scheduler, engine_index: int = 0) -> dict:
         "fragmentation_ratio": dead / (live + dead) if live + dead else 0.0,
         "counters": hooks.counters.as_dict() if hooks is not None else {},
         "reserved_blocks": hooks.admission.num_claimed if hooks is not None else None,
+        "checks": hooks.checker.rows() if hooks is not None and hooks.checker is not None else None,
         "blocks_per_cell": step,
         "cells": per_block.cells(step),
         "num_running": len(scheduler.running),

@@ -63,6 +63,10 @@ class Tally:
         self.changes += other.changes
         self.hashed_tokens += other.hashed_tokens
 
+    def counts(self) -> dict[str, list[int]]:
+        """Events and violations per invariant: what crosses between processes."""
+        return {n: [self.events[n], self.violations[n]] for n in INVARIANTS if self.events[n]}
+
     def rows(self) -> list[dict[str, object]]:
         """Result rows, one per invariant."""
         return [

@@ -34,8 +34,10 @@ class EngineKind:
         return "async" if self.async_scheduling else "sync"
 
     def settings(self, base: dict[str, object]) -> EngineSettings:
+        # Prompts are token ids: a tokenizer would only cost time at every start.
+        more = {"skip_tokenizer_init": True, **base.get("vllm_args", {})}
         return EngineSettings(
-            **base,
+            **{**base, "vllm_args": more},
             block_size=self.block_size,
             enable_prefix_caching=self.prefix_caching,
             async_scheduling=True if self.async_scheduling else None,

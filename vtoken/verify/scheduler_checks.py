@@ -5,6 +5,9 @@ Legend: M live tokens of a request.
 
 from __future__ import annotations
 
+import logging
+import time
+
 import numpy as np
 
 from vtoken.core.events import StepPlan
@@ -17,8 +20,13 @@ from vtoken.core.invariants import (
     check_step_plan,
     check_unique_mapping,
 )
-from vtoken.verify.checker import Checker
+from vtoken.verify.base import Tally
+from vtoken.verify.checker import CHECK_COUNTS, Checker
 from vtoken.verify.plan import Arrival, CheckPlan, RequestCheck
+
+logger = logging.getLogger("vllm.vtoken")
+
+LOG_EVERY_S = 60.0
 
 
 class _Snapshot:
@@ -43,14 +51,37 @@ class _Snapshot:
         return ids, row[physical // block_size] * block_size + physical % block_size
 
 
+def _listen_to_workers(scheduler) -> None:
+    """Hand every step's output to the checker in force; once per scheduler."""
+    if "update_from_output" in vars(scheduler):
+        return
+    update = scheduler.update_from_output
+
+    def heard(scheduler_output, model_runner_output):
+        checker = scheduler.vtoken.checker
+        if checker is not None:
+            checker.note_worker(model_runner_output)
+        return update(scheduler_output, model_runner_output)
+
+    scheduler.update_from_output = heard
+
+
 class SchedulerChecker(Checker):
-    """Checks tables, plans and the pool; writes the CheckPlan. Called by `SchedulerHooks`."""
+    """Checks tables, plans and the pool; writes the CheckPlan. Called by `SchedulerHooks`.
+
+    Attributes:
+        worker_counts: what the worker had checked by its last message, `Tally.counts`.
+    """
 
     def __init__(self, hooks) -> None:
         super().__init__(hooks.scheduler.vllm_config, hooks.config)
         self.hooks = hooks
+        self.worker_counts: dict[str, list[int]] = {}
         self._snapshots: dict[str, _Snapshot] = {}
         self._num_seen = 0
+        self._next_log_s = time.monotonic() + LOG_EVERY_S
+        self._logged_events = 0
+        _listen_to_workers(hooks.scheduler)
 
     def before_change(self, req_id: str, state, victims: np.ndarray | None = None) -> None:
         """A request's table is in step and about to be changed by this step's plan."""
@@ -84,6 +115,34 @@ class SchedulerChecker(Checker):
         if not checks and not arrivals:
             return None
         return CheckPlan(hooks.step_seq, checks, arrivals)
+
+    # ---- what both sides found, for whoever asks -------------------------------------------
+
+    def note_worker(self, model_runner_output) -> None:
+        """Take in the worker's counts, which ride on a step's output where something changed."""
+        counts = getattr(model_runner_output, CHECK_COUNTS, None)
+        if counts is not None:
+            self.worker_counts = counts
+        now = time.monotonic()
+        if now >= self._next_log_s:
+            self._next_log_s = now + LOG_EVERY_S
+            rows = self.rows()
+            events = sum(row["events"] for row in rows)
+            if events > self._logged_events:
+                self._logged_events = events
+                logger.info(
+                    "vToken: checked so far, no violation: %s",
+                    ", ".join(f"{row['name']} {row['events']:,}" for row in rows),
+                )
+
+    def rows(self) -> list[dict[str, object]]:
+        """Result rows of this scheduler and its first worker, one per invariant."""
+        total = Tally()
+        total.add(self.tally)
+        for name, (events, violations) in self.worker_counts.items():
+            total.events[name] += events
+            total.violations[name] += violations
+        return total.rows()
 
     def _arrivals(self, scheduler_output) -> list[Arrival]:
         found = []

@@ -51,6 +51,7 @@ class WorkerChecker(Checker):
         self._step_plan: StepPlan | None = None
         self._before: dict[str, _Before] = {}
         self._written = np.empty(0, np.int64)
+        self._told: dict[str, list[int]] = {}
         self._undo = []
         self._watch(runner)
 
@@ -312,6 +313,14 @@ class WorkerChecker(Checker):
             self.records[self._written] = self.hasher.hash_slots(self._written)
             self.recorded[self._written] = True
         self._written = np.empty(0, np.int64)
+
+    def take_counts(self) -> dict[str, list[int]] | None:
+        """What was checked so far, where it grew since the last call: for the scheduler."""
+        counts = self.tally.counts()
+        if counts == self._told:
+            return None
+        self._told = counts
+        return counts
 
     def _require(self, check: str, wrong: list[str], c: RequestCheck | None, **details) -> None:
         req_id = c.req_id if c is not None else None

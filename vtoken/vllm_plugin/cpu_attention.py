@@ -223,18 +223,18 @@ class CPUAttention:
 
     def _live_slots(self, runner, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """int64[M] live slots of the batch, request by request, and int[R] how many each has."""
-        table = runner.input_batch.block_table[0].block_table.np
-        lengths = runner.seq_lens[:n].tolist()
-        parts = []
-        for row, req_id in enumerate(runner.input_batch.req_ids):
-            slots = self._slots(table[row], lengths[row])
-            mask = runner.vtoken_layouts.masks.get(req_id)
-            if mask is not None:
-                m = mask[: len(slots)]
-                slots = np.concatenate([slots[: len(m)][m], slots[len(m) :]])
-            parts.append(slots)
-        counts = torch.tensor([len(p) for p in parts])
-        return torch.from_numpy(np.concatenate(parts)), counts
+        batch, masks, N = runner.input_batch, runner.vtoken_layouts.masks, self.block_size
+        lengths = runner.seq_lens[:n].numpy()
+        width = -(-int(lengths.max()) // N)
+        blocks = batch.block_table[0].block_table.np[:n, :width].astype(np.int64)
+        slots = (blocks[:, :, None] * N + np.arange(N)).reshape(n, width * N)
+        live = np.arange(width * N) < lengths[:, None]
+        for req_id, mask in masks.items():
+            row = batch.req_id_to_index.get(req_id)
+            if row is not None:
+                held = min(len(mask), width * N)  # what grew beyond its mask is live
+                live[row, :held] &= mask[:held]
+        return torch.from_numpy(slots[live]), torch.from_numpy(np.count_nonzero(live, axis=1))
 
     def _slots(self, row: np.ndarray, length: int) -> np.ndarray:
         """int64[length], the slot at each physical index of a row."""

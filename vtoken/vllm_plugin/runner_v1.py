@@ -190,6 +190,10 @@ class VTokenRunnerV1Mixin:
         if self.vtoken_relocation_ns and self.input_batch.num_reqs:
             spent, self.vtoken_relocation_ns = self.vtoken_relocation_ns, 0
             out = attach(out, "vtoken_relocation_ns", spent)
+        if self.vtoken_checker is not None and self.input_batch.num_reqs:
+            counts = self.vtoken_checker.take_counts()
+            if counts is not None:
+                out = attach(out, "vtoken_check_counts", counts)
         return out if report is None else attach(out, "vtoken_scores", report)
 
     def vtoken_reconfigure(self, config) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.pairing import Comparison, Runs
 from vtoken.experiments.bench.rows import compared_rows, make_row
+from vtoken.experiments.bench.session import Pool
 from vtoken.experiments.bench.settings import DEFAULT_RATIO, DEFAULT_RATIOS, Case
 
 PAPER = "section 5.2, Figure 7"
@@ -20,14 +21,13 @@ NUM_REQUESTS = 4
 RETAINED = "vtoken_retained_blocks_per_request"
 
 
-def run_memory(context: Context) -> SuiteResult:
-    """Run the suite; after an interruption the result holds the comparisons that are complete.
+def run_memory(context: Context, result: SuiteResult) -> None:
+    """Run the suite, into the result.
 
     Raises:
         ConfigError: a setting is wrong.
         EngineError: an engine failed.
     """
-    result = SuiteResult()
     workloads = context.workloads(DEFAULT_WORKLOADS)
     num = context.settings.num_requests or NUM_REQUESTS
     points = context.settings.points
@@ -35,24 +35,26 @@ def run_memory(context: Context) -> SuiteResult:
     at_once = max(points or (num,))
     with context.session(max_tokens=longest, max_num_seqs=at_once) as session:
         runner = context.runner(session)
+        pool = context.ample_pool(at_once, longest)  # one for all: engines stay open
         comparisons = [
             comparison
             for workload in workloads
-            for comparison in _comparisons(context, workload, num, at_once)
+            for comparison in _comparisons(context, workload, num, at_once, pool)
         ]
         for comparison in comparisons:
             runner.plan_comparison(comparison)
         for comparison in comparisons:
             runs = runner.run(comparison, watch_layouts=True)
             _add(context, result, comparison, runs)
-    return result
+            runner.raise_if_interrupted()
 
 
-def _comparisons(context: Context, workload, num: int, at_once: int) -> list[Comparison]:
+def _comparisons(
+    context: Context, workload, num: int, at_once: int, pool: Pool
+) -> list[Comparison]:
     """The first ratio with all modes and repeats; the others with one pair, for the span."""
     settings = context.settings
     head, *others = _ratios(context)
-    pool = context.ample_pool(at_once, workload.max_tokens)
     common = {
         "suite": "memory", "workload": workload, "pool": pool, "num_requests": num,
         "max_concurrency": None if at_once >= num else at_once,
@@ -96,6 +98,8 @@ def _add(context: Context, result: SuiteResult, comparison: Comparison, runs: Ru
     result.rows += rows + _shadow_rows(comparison, runs, fields)
     for case in comparison.cases:
         head = {"mode": case.mode, "policy": case.policy, "workload": workload, **case.changes}
+        if not runs[case.key]:
+            continue
         first = runs[case.key][0]
         result.tables.setdefault("block_shares", []).extend(
             head | row for row in _thinned(first.shares)
@@ -114,11 +118,11 @@ def _thinned(rows: list, most: int = 100) -> list:
 def _shadow_rows(comparison: Comparison, runs: Runs, fields: dict) -> list[dict[str, object]]:
     """What each policy would have freed in native."""
     native = next((c for c in comparison.cases if c.mode == "native"), None)
-    if native is None:
+    if native is None or not runs[native.key]:
         return []
     rows = []
     for case in comparison.cases:
-        if case.mode != "naive":
+        if case.mode != "naive" or not runs[case.key]:
             continue
         row = make_row(
             Case(mode="native", policy=case.policy), comparison.workload.name, runs[native.key],

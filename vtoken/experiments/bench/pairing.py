@@ -88,6 +88,7 @@ class PairRunner:
         self.listener, self.folder = listener, folder
         self._planned_tokens = self._done_tokens = 0.0
         self._measured_tokens = self._measured_s = 0.0
+        self._is_interrupted = False
 
     # ---- progress ----------------------------------------------------------------------------
 
@@ -116,8 +117,24 @@ class PairRunner:
     # ---- runs --------------------------------------------------------------------------------
 
     def run(self, comparison: Comparison, *, watch_layouts: bool = False) -> Runs:
-        """Run what the journal does not have yet; all records, by case."""
+        """Run what the journal does not have yet; all records, by case.
+
+        After Ctrl-C these are the records there are; call `raise_if_interrupted` when they are
+        put away.
+        """
         runs: Runs = {case.key: [] for case in comparison.cases}
+        try:
+            self._run_into(runs, comparison, watch_layouts)
+        except KeyboardInterrupt:
+            self._is_interrupted = True
+        return runs
+
+    def raise_if_interrupted(self) -> None:
+        """Go on with the Ctrl-C that `run` held back."""
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+
+    def _run_into(self, runs: Runs, comparison: Comparison, watch_layouts: bool) -> None:
         for repeat in range(comparison.first_repeat, comparison.first_repeat + comparison.repeats):
             requests = None
             for case in comparison.cases:
@@ -131,7 +148,6 @@ class PairRunner:
                 runs[case.key].append(record)
                 self._done_tokens += output_tokens(comparison)
                 self._tell(0, f"{comparison.workload.name}, {case.key}, {repeat + 1}")
-        return runs
 
     def _measure(
         self, comparison: Comparison, case: Case, repeat: int, requests, watch_layouts: bool

@@ -40,14 +40,14 @@ STOCK = "stock"
 MODULES = {"kvpress": "kvpress"}  # what an environment must be able to import
 
 
-def run_peers(context: Context) -> SuiteResult:
-    """Run the suite.
+def run_peers(context: Context, result: SuiteResult) -> None:
+    """Run the suite, into the result.
 
     Raises:
         ConfigError: an interpreter cannot be run, or lacks what it is named for.
         EngineError: a peer failed.
     """
-    settings, result = context.settings, SuiteResult()
+    settings = context.settings
     interpreters = {STOCK: sys.executable, **settings.peers}
     for name, python in settings.peers.items():
         check_interpreter(name, python)
@@ -75,7 +75,6 @@ def run_peers(context: Context) -> SuiteResult:
     finally:
         for peer in peers.values():
             peer.close()
-    return result
 
 
 def _peer_settings(context: Context, name: str, pool: Pool, longest: int, at_once: int) -> dict:
@@ -207,6 +206,7 @@ def _compare(context: Context, runner, comparison: Comparison, peers) -> list[di
         turn = Comparison(**{**vars(comparison), "repeats": 1, "first_repeat": repeat})
         for key, records in runner.run(turn).items():
             own[key] += records
+        runner.raise_if_interrupted()
         for name, peer in peers.items():
             others[name].append(_peer_run(context, runner, turn, name, peer))
     rows = []

@@ -25,14 +25,14 @@ NUM_REQUESTS = 8
 PREFIX_TOKENS, SUFFIX_TOKENS, OUTPUT_TOKENS = 96, 96, 48
 
 
-def run_prefix(context: Context) -> SuiteResult:
-    """Run the suite; after an interruption the result holds the degrees that are complete.
+def run_prefix(context: Context, result: SuiteResult) -> None:
+    """Run the suite, into the result.
 
     Raises:
         ConfigError: a setting is wrong.
         EngineError: an engine failed.
     """
-    settings, result = context.settings, SuiteResult()
+    settings = context.settings
     num = settings.num_requests or NUM_REQUESTS
     workloads = [(degree, _workload(context, degree)) for degree in settings.degrees]
     longest = max(w.max_tokens for _, w in workloads)
@@ -53,7 +53,7 @@ def run_prefix(context: Context) -> SuiteResult:
                 runner.plan_comparison(comparison)
         for degree, comparison in comparisons:
             result.rows += _rows(context, degree, comparison, runner.run(comparison))
-    return result
+            runner.raise_if_interrupted()
 
 
 def _workload(context: Context, degree: int) -> Workload:
@@ -91,6 +91,8 @@ def _rows(context: Context, degree: int, comparison: Comparison, runs) -> list[d
     by_mode = {case.mode: runs[case.key] for case in reversed(comparison.cases)}
     for case in comparison.cases:
         records = runs[case.key]
+        if not records:
+            continue
         row = make_row(
             case, comparison.workload.name, records, sharing_degree=degree,
             block_size=comparison.pool.block_size, concurrency=comparison.num_requests,

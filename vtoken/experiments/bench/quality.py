@@ -11,7 +11,7 @@ of tokens kept from which on every measured budget is within 2 points of full KV
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from vtoken.errors import ConfigError
@@ -32,15 +32,15 @@ BATCH = 4
 WITHIN_POINTS = 2.0
 
 
-def run_quality(context: Context) -> SuiteResult:
-    """Run the suite; after an interruption the result holds the cases that are complete.
+def run_quality(context: Context, result: SuiteResult) -> None:
+    """Run the suite, into the result.
 
     Raises:
         ConfigError: a setting is wrong, or rouge-score is not installed.
         EngineError: an engine failed.
     """
     _scorer()  # refused before anything is measured
-    settings, result = context.settings, SuiteResult()
+    settings = context.settings
     num = settings.num_requests or NUM_QUESTIONS
     names = [w for w in settings.workloads if w in MADE or "/" in w or "." in w]
     if settings.workloads and not names and settings.suites == ("quality",):
@@ -62,9 +62,9 @@ def run_quality(context: Context) -> SuiteResult:
             sum(len(cases) * sum(r.output_len for r in task.requests) for task in tasks)
         )
         for task in tasks:
-            result.rows += _task_rows(runner, task, cases)
-    _add_safe_budgets(result.rows)
-    return result
+            for row in _task_rows(runner, task, cases):
+                result.rows.append(row)
+            _add_safe_budgets(result.rows)
 
 
 def _cases(context: Context) -> list[Case]:
@@ -120,16 +120,15 @@ class QuestionRunner:
         return record
 
 
-def _task_rows(runner: QuestionRunner, task: Task, cases: Sequence[Case]) -> list[dict]:
+def _task_rows(runner: QuestionRunner, task: Task, cases: Sequence[Case]) -> Iterator[dict]:
     full_case, *others = cases
     full = runner.run(task, full_case)
-    rows = [_row(task, full_case, full, full, 1.0)]
+    yield _row(task, full_case, full, full, 1.0)
     for case in others:
         record = runner.run(task, case)
         ratio = case.changes.get("eviction_ratio")
         budget = _kept_frac(runner, task) if ratio is None else 1 - ratio
-        rows.append(_row(task, case, record, full, budget))
-    return rows
+        yield _row(task, case, record, full, budget)
 
 
 def _kept_frac(runner: QuestionRunner, task: Task) -> float:
@@ -197,7 +196,7 @@ def sentences(rows: list[dict]) -> list[str]:
             continue
         found = []
         for policy in dict.fromkeys(row["policy"] for row in group if row["policy"]):
-            safe = next(r["safe_budget_frac"] for r in group if r["policy"] == policy)
+            safe = safe_budget([r for r in group if r["policy"] == policy])
             text = "no measured budget" if safe is None else f"{100 * safe:.0f} %"
             found.append(f"{policy} {text}")
         lines.append(f"{head}smallest safe budget: {', '.join(found)}.")

@@ -24,14 +24,14 @@ NUM_REQUESTS = 4
 FACTORS = ("block_size", "eviction_ratio", "fragmentation_threshold")
 
 
-def run_sensitivity(context: Context) -> SuiteResult:
-    """Run the suite; after an interruption the result holds the comparisons that are complete.
+def run_sensitivity(context: Context, result: SuiteResult) -> None:
+    """Run the suite, into the result.
 
     Raises:
         ConfigError: a setting is wrong.
         EngineError: an engine failed.
     """
-    settings, result = context.settings, SuiteResult()
+    settings = context.settings
     workloads = context.workloads(DEFAULT_WORKLOADS)
     num = settings.num_requests or NUM_REQUESTS
     at_once = max(settings.points or (num,))
@@ -58,7 +58,7 @@ def run_sensitivity(context: Context) -> SuiteResult:
         for comparison, variants in comparisons:
             runs = runner.run(comparison)
             result.rows += _rows(context, comparison, variants, runs)
-    return result
+            runner.raise_if_interrupted()
 
 
 def _default(context: Context, policy: str) -> Case:
@@ -119,6 +119,8 @@ def _rows(context: Context, comparison: Comparison, variants, runs) -> list[dict
     rows = []
     for factor, value, case in variants:
         records = runs[case.key]
+        if not records:
+            continue
         row = make_row(
             case, comparison.workload.name, records, factor=factor, value=value,
             is_default=case.key == default.key, block_size=case.block_size, **case.changes,

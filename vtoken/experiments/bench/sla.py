@@ -57,8 +57,8 @@ class Line:
         return max(good, key=lambda c: self.median(c, THROUGHPUT), default=None)
 
 
-def run_sla(context: Context) -> SuiteResult:
-    """Run the suite; after an interruption the result holds the pools that are complete.
+def run_sla(context: Context, result: SuiteResult) -> None:
+    """Run the suite, into the result.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -74,7 +74,6 @@ def run_sla(context: Context) -> SuiteResult:
     workloads = context.workloads(DEFAULT_WORKLOADS)
     longest = max(w.max_tokens for w in workloads)
     at_once = max(*_grid(context), settings.ref_concurrency)
-    result = SuiteResult()
     with context.session(max_tokens=longest, max_num_seqs=at_once) as session:
         runner = context.runner(session)
         for workload in workloads:
@@ -84,10 +83,11 @@ def run_sla(context: Context) -> SuiteResult:
                     _check_pool(context, demand, frac, workload, policy)
                     pool = Pool(num_kv_blocks=int(frac * demand), block_size=context.block_size)
                     scan = PoolScan(context, runner, workload, policy, pool, frac)
-                    scan.run()
-                    result.rows += scan.rows()
+                    try:
+                        scan.run()
+                    finally:  # after Ctrl-C: the points there are
+                        result.rows += scan.rows()
     result.nothing_met = bool(result.rows) and not any(row["feasible"] for row in result.rows)
-    return result
 
 
 def _grid(context: Context) -> tuple[int, ...]:
@@ -104,7 +104,9 @@ def _demand(context: Context, runner: PairRunner, workload: Workload, policy: st
         cases=[Case(mode="naive", policy=policy)], num_requests=num, repeats=1,
     )  # fmt: skip
     runner.plan_comparison(comparison)
-    (record,) = runner.run(comparison)[comparison.cases[0].key]
+    records = runner.run(comparison)[comparison.cases[0].key]
+    runner.raise_if_interrupted()
+    (record,) = records
     return int(record.values["vtoken_peak_blocks"])
 
 
@@ -202,11 +204,12 @@ class PoolScan:
                 self._repeat_until(line, selected, repeats)
 
     def _repeat_until(self, line: Line, concurrency: int, repeats: int) -> None:
-        records = line.records.setdefault(concurrency, [])
-        while len(records) < repeats:
-            comparison = self._comparison(line.case, concurrency, len(records))
+        while (done := len(line.records.get(concurrency, ()))) < repeats:
+            comparison = self._comparison(line.case, concurrency, done)
             self._planned -= output_tokens(comparison)
-            records += self.runner.run(comparison)[line.case.key]
+            records = self.runner.run(comparison)[line.case.key]
+            self.runner.raise_if_interrupted()
+            line.records.setdefault(concurrency, []).extend(records)
 
     def _comparison(self, case: Case, concurrency: int, repeat: int) -> Comparison:
         num = self.context.settings.num_requests or 2 * concurrency
@@ -231,6 +234,8 @@ class PoolScan:
 
     def rows(self) -> list[dict[str, object]]:
         """A row per mode and concurrency; the line's C_sel and gains stand in all of them."""
+        if not self.limit_ms:
+            return []  # interrupted before there was a limit
         return [row for line in self.lines for row in self._line_rows(line)]
 
     def _line_rows(self, line: Line) -> list[dict[str, object]]:

@@ -76,7 +76,8 @@ def run_bench(
         for suite in suites:
             listener.stage(f"suite {suite}")
             module = suite_module(suite)
-            result.suites[suite] = getattr(module, f"run_{suite}")(context)
+            result.suites[suite] = SuiteResult()  # kept, whatever ends the suite
+            getattr(module, f"run_{suite}")(context, result.suites[suite])
     except KeyboardInterrupt:
         result.interrupted = True
     finally:

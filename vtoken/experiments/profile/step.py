@@ -151,10 +151,12 @@ def price_of_scores(engine: StepEngine, num_steps: int) -> float | None:
     """Share of our attention kernels' time that their score sums take; None: no scores summed.
 
     For some steps every layer's attention runs twice, with and without scores, either one first in
-    every other layer: what runs second finds K and V in the processor's cache.
+    every other layer: what runs second finds K and V in the processor's cache. Medians: single
+    calls may be interrupted by other programs.
     """
     kernels = engine.runner.vtoken_attention.kernels
-    run, spent, calls = kernels.attention, [0.0, 0.0], 0
+    run, calls = kernels.attention, 0
+    spent: tuple[list[float], list[float]] = ([], [])  # without sums, with
 
     def both(*args, step_scores=None, **kwargs):
         nonlocal calls
@@ -164,7 +166,7 @@ def price_of_scores(engine: StepEngine, num_steps: int) -> float | None:
         for scored in (True, False) if calls % 2 else (False, True):
             start = time.perf_counter()
             run(*args, step_scores=step_scores if scored else None, **kwargs)
-            spent[scored] += time.perf_counter() - start
+            spent[scored].append(time.perf_counter() - start)
 
     kernels.attention = both
     try:
@@ -172,5 +174,7 @@ def price_of_scores(engine: StepEngine, num_steps: int) -> float | None:
             engine.step()
     finally:
         del kernels.attention
-    plain_s, scored_s = spent
-    return max(0.0, 1 - plain_s / scored_s) if scored_s else None
+    if not calls:
+        return None
+    plain_s, scored_s = (float(np.median(s)) for s in spent)
+    return max(0.0, 1 - plain_s / scored_s)
