@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Self
 
 import numpy as np
 
@@ -49,20 +50,34 @@ class SharingCase:
         return [10 + i, *rng.integers(10, self.vocab_size, self.suffix_tokens - 1).tolist()]
 
 
-class HitObserver(Observer):
-    """Also counts prompt tokens that requests found in the prefix cache when they started."""
+class HitCounter:
+    """Counts prompt tokens that requests found in the prefix cache when they started."""
 
     def __init__(self, engine: StepEngine) -> None:
-        super().__init__(engine)
         self.hit_tokens = self.prompt_tokens = 0
+        self._scheduler = engine.scheduler
 
-    def _record(self, output) -> None:
-        super()._record(output)
-        self.hit_tokens += sum(r.num_computed_tokens for r in output.scheduled_new_reqs)
-        self.prompt_tokens += sum(len(r.prompt_token_ids) for r in output.scheduled_new_reqs)
+    def __enter__(self) -> Self:
+        # Not around `schedule`: that is where observers are, one inside the other.
+        update = self._scheduler._update_after_schedule
+
+        def counted(output):
+            self.hit_tokens += sum(r.num_computed_tokens for r in output.scheduled_new_reqs)
+            self.prompt_tokens += sum(len(r.prompt_token_ids) for r in output.scheduled_new_reqs)
+            return update(output)
+
+        self._scheduler._update_after_schedule = counted
+        return self
+
+    def __exit__(self, *exc) -> None:
+        del self._scheduler.__dict__["_update_after_schedule"]
+
+    @property
+    def hit_frac(self) -> float:
+        return self.hit_tokens / self.prompt_tokens
 
 
-class SharingObserver(HitObserver):
+class SharingObserver(Observer):
     """Also counts blocks in use while all of `degree` requests decode."""
 
     def __init__(self, engine: StepEngine, degree: int) -> None:
@@ -99,9 +114,10 @@ def measure_sharing(engine: StepEngine, case: SharingCase) -> dict[str, object]:
     engine.counters.reset()
     observer = SharingObserver(engine, case.degree)
     try:
-        for i in range(case.degree):
-            engine.add(f"sharer{i}", [*prefix, *case.suffix(i)], case.output_tokens)
-        wrong += _finish(engine)
+        with HitCounter(engine) as hits:
+            for i in range(case.degree):
+                engine.add(f"sharer{i}", [*prefix, *case.suffix(i)], case.output_tokens)
+            wrong += _finish(engine)
     finally:
         stats = observer.stop()
     assert observer.retained_blocks, "the requests never decoded all at once: the pool is too small"
@@ -113,7 +129,7 @@ def measure_sharing(engine: StepEngine, case: SharingCase) -> dict[str, object]:
         "prefix_tokens": case.prefix_tokens, "suffix_tokens": case.suffix_tokens,
         "output_tokens": case.output_tokens, "block_size": engine.block_size,
         "retained_blocks": blocks, "vtoken_retained_blocks_per_request": blocks / case.degree,
-        "prefix_hit_frac": observer.hit_tokens / (case.degree * case.prefix_tokens),
+        "prefix_hit_frac": hits.hit_tokens / (case.degree * case.prefix_tokens),
         "least_protected_tokens": min(observer.protected_tokens),
         "cached_prefix_blocks": cached,
         "vtoken_preemptions": stats.preemptions,
@@ -177,18 +193,15 @@ def measure_hits(
         A flat row with `prefix_hit_frac`, a share of all prompt tokens.
     """
     engine.reset_prefix_cache()
-    observer = HitObserver(engine)
-    try:
+    with HitCounter(engine) as hits:
         run = run_requests(engine, requests, max_concurrency=max_concurrency)
-    finally:
-        stats = observer.stop()
-    config, counters = engine.config, run.counters
+    config, counters, stats = engine.config, run.counters, run.stats
     return {
         "mode": "native" if config is None else config.mode,
         "policy": "" if config is None else config.policy,
         "shared_prefix": "" if config is None else config.shared_prefix,
         "num_requests": len(run.finished), "max_concurrency": max_concurrency,
-        "prefix_hit_frac": observer.hit_tokens / observer.prompt_tokens,
+        "prefix_hit_frac": hits.hit_frac,
         "vtoken_peak_blocks": stats.peak_blocks, "vtoken_preemptions": stats.preemptions,
         "vtoken_evicted_tokens": counters.evicted_tokens,
         "copies": counters.copies, "copies_declined": counters.copies_declined,

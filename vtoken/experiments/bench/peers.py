@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
 
+from vtoken.engine import peer_runner
 from vtoken.errors import ConfigError, EngineError, nearest
-from vtoken.experiments.bench import peer_runner
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.measure import Record
 from vtoken.experiments.bench.pairing import Comparison, output_tokens

@@ -1,4 +1,5 @@
-"""Runs requests on an engine that is not ours; started by `peers.py` in another environment.
+"""Runs requests on an engine that is not ours; started in another environment by
+`vtoken.experiments.bench.peers`.
 
     python peer_runner.py stock|kvpress SETTINGS_JSON
 
@@ -104,6 +105,7 @@ ENGINES = {"stock": Stock, "kvpress": KvPress}
 
 
 def main() -> None:
+    sys.path.pop(0)  # this file's folder: its neighbours' names are not for others to import
     name, settings = sys.argv[1], json.loads(sys.argv[2])
     clock = time.process_time if settings.pop("clock", "wall") == "cpu" else time.perf_counter
     engine = ENGINES[name](settings)
@@ -115,6 +117,7 @@ def main() -> None:
         with open(job["result"], "w", encoding="utf-8") as file:
             json.dump({"times": times, "wall_s": clock() - start}, file)
         print(DONE, flush=True)
+    os._exit(0)  # an engine's threads would keep the process from ending
 
 
 if __name__ == "__main__":
