@@ -70,12 +70,43 @@ def test_sharing_requests_equal_the_reference(changes, hf_model):
 
 def test_the_cache_still_hits_after_reclaiming():
     """Blocks given back untouched stay in the cache; rewritten ones must not."""
-    engine = engine_for(
-        config_of(policy="streaming-llm", kv_budget_tokens=40), **SETTINGS
-    )
+    engine = engine_for(config_of(policy="streaming-llm", kv_budget_tokens=40), **SETTINGS)
     engine.reset_prefix_cache()
     run(engine, {"first": [*PREFIX, *tail(1)]}, 40)
     assert engine.counters.released_blocks > 0
     engine.trace.clear()
     run(engine, {"second": [*PREFIX, *tail(2)]}, 4)
     assert num_hits(engine) >= 16
+
+
+@pytest.mark.parametrize("shared_prefix", ["protect", "copy"])
+def test_several_samples_of_one_prompt_equal_the_reference(shared_prefix, hf_model):
+    """`n` > 1: vLLM makes a request of each sample; they share the prompt and evict apart."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from vtoken.testing.reference import compare
+
+    changes = {"kv_budget_tokens": 30, "shared_prefix": shared_prefix}
+    engine = engine_for(config_of(**changes), **SETTINGS)
+    engine.reset_prefix_cache()
+    prompt, num = [*PREFIX, *tail(3)], 3
+    params = SamplingParams(
+        n=num, temperature=1.0, seed=7, max_tokens=48, ignore_eos=True, logprobs=0,
+        detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+    engine.llm_engine.add_request("many", {"prompt_token_ids": prompt}, params)
+    done = []
+    while engine.has_unfinished():
+        done += [out for out in engine.llm_engine.step() if out.finished]
+        assert not engine.check_invariants()
+    assert engine.check_idle() == []
+    samples = {s.index: s for s in done[-1].outputs}
+    assert len(samples) == num == len({tuple(s.token_ids) for s in samples.values()})
+    assert num_hits(engine) >= (num - 1) * 64 and engine.counters.evicted_tokens > 60
+    for index, sample in samples.items():
+        mine = [e for e in engine.trace if e.req_id.startswith(f"{index}_many")]
+        logprobs = [next(iter(x.values())).logprob for x in sample.logprobs]
+        result = compare(hf_model("tiny-llama"), prompt, list(sample.token_ids), logprobs, mine)
+        # Drawn, not the best: only the log-probability is the same.
+        assert result.tokens == 48 and result.max_abs_logprob_diff < 5e-5

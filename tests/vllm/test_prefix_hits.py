@@ -1,0 +1,75 @@
+"""Hit rates on questions that share contexts: with evictions and `copy`, as without vToken."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vtoken.config import VTokenConfig
+from vtoken.engine import EngineSettings, open_engine
+from vtoken.engine.dry import DryEngine, DrySettings
+from vtoken.experiments.capacity_engines import random_scores
+from vtoken.experiments.prefix_table import measure_hits
+from vtoken.workloads import load_workload
+
+pytestmark = pytest.mark.vllm
+
+CONCURRENCY, OUTPUT_LEN = 8, 24
+
+
+@pytest.fixture(scope="module")
+def questions(test_data, model_path):
+    """Ten questions on each of seven contexts of 4,000 to 6,000 tokens, one after the other."""
+    from transformers import AutoTokenizer
+
+    path = test_data / "longctx" / "squad_shared_context_qa.jsonl"
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    tokenizer = AutoTokenizer.from_pretrained(str(model_path("smollm2-135m")))
+    return load_workload(str(path), tokenizer, output_len=OUTPUT_LEN)
+
+
+def hits(questions, config, num_kv_blocks=3200) -> dict:
+    longest = max(r.prompt_len + r.output_len for r in questions)
+    settings = DrySettings(
+        num_kv_blocks=num_kv_blocks, max_model_len=longest + 1, enable_prefix_caching=True,
+        max_num_seqs=CONCURRENCY,
+    )  # fmt: skip
+    engine = DryEngine(settings, config, score_source=random_scores)
+    row = measure_hits(engine, questions, max_concurrency=CONCURRENCY)
+    assert row["num_requests"] == len(questions) == 70
+    return row
+
+
+@pytest.mark.parametrize("policy", ["random", "h2o", "streaming-llm"])
+def test_copy_hits_as_often_as_native(questions, policy, capsys):
+    native = hits(questions, None)
+    assert native["prefix_hit_frac"] > 0.8
+    ours = hits(questions, VTokenConfig(policy=policy, shared_prefix="copy"))
+    assert ours["vtoken_evicted_tokens"] > 500 and ours["vtoken_preemptions"] == 0
+    print(f"\nhits: native {native['prefix_hit_frac']:.4f}, {policy} {ours['prefix_hit_frac']:.4f}")
+    assert abs(ours["prefix_hit_frac"] / native["prefix_hit_frac"] - 1) <= 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_measured_sample(questions):
+    """Six questions on one context on SmolLM2: the dry engine's hit rate, to the token."""
+    sample = [
+        r for r in questions if r.metadata["context_id"] == questions[0].metadata["context_id"]
+    ]
+    sample = sample[:6]
+    longest = max(r.prompt_len + r.output_len for r in sample)
+    config = VTokenConfig(policy="random", shared_prefix="copy")
+    settings = EngineSettings(
+        model="smollm2-135m", block_size=16, num_kv_blocks=1600, max_model_len=longest + 1,
+        enable_prefix_caching=True, max_num_seqs=2, max_num_batched_tokens=8192,
+    )  # fmt: skip
+    with open_engine(settings, config) as engine:
+        measured = measure_hits(engine, sample, max_concurrency=2)
+        engine.reconfigure(VTokenConfig(mode="indirection"))
+        unreclaimed = measure_hits(engine, sample, max_concurrency=2)
+    print(f"\nmeasured: {measured['prefix_hit_frac']:.4f}, {unreclaimed['prefix_hit_frac']:.4f}")
+    assert measured["vtoken_evicted_tokens"] > 5_000
+    assert abs(measured["prefix_hit_frac"] / unreclaimed["prefix_hit_frac"] - 1) <= 0.02
