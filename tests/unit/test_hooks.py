@@ -125,14 +125,17 @@ class TestPrefixCache:
 
 
 class TestSteps:
-    def test_execution_is_idempotent_within_a_step(self):
-        e = engine()
+    @pytest.mark.parametrize("is_decoding", [True, False])
+    def test_execution_is_idempotent_within_a_step(self, is_decoding):
+        """A decoding request loses its tokens at the head of a step, a prompt in between."""
+        e = engine({"max_num_batched_tokens": 32 if is_decoding else 16})
         e.add("a", PREFIX, 20)
         e.step()
         hooks = e.hooks
         hooks.begin_step()
-        assert "a" in hooks._plans
-        hooks.note_allocation(1)
+        assert ("a" in hooks.plans) == (not is_decoding)
+        assert (hooks.counters.evicted_tokens > 0) == is_decoding
+        hooks.note_allocation(1 if is_decoding else 8)
         hooks.execute("a")
         evicted, free = hooks.counters.evicted_tokens, e.block_pool.get_num_free_blocks()
         assert evicted > 0
@@ -157,7 +160,7 @@ class TestSteps:
         assert not {"r0", "r3"} & (set(e.hooks.states) | {t.req_id for t in e.hooks.tables})
         finish_all(e)
         hooks = e.hooks
-        assert not (hooks.states or len(hooks.tables) or hooks._plans or hooks.shares.sharing)
+        assert not (hooks.states or len(hooks.tables) or hooks.plans or hooks.shares.sharing)
 
     def test_preempted_requests_start_from_nothing(self):
         e = engine({"num_kv_blocks": 12, "max_num_batched_tokens": 16}, mode="naive")

@@ -14,6 +14,7 @@ from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.engine.run import run_requests
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.random_work import Workload, drive
+from vtoken.vllm_plugin.pressure import PressureControl
 
 MODES = {
     "pressure": {"evict_when": "pressure"},
@@ -40,7 +41,9 @@ def test_random_work_keeps_every_invariant(mode, seed):
         async_scheduling=seed >= 3,
     )  # fmt: skip
     engine = CheckedDryEngine(pool, VTokenConfig.from_mapping(settings), seed=seed)
-    drive(engine, seed, num_actions=40, workload=Workload(max_prompt_tokens=50, max_output_tokens=40))
+    drive(
+        engine, seed, num_actions=40, workload=Workload(max_prompt_tokens=50, max_output_tokens=40)
+    )
     assert engine.counters.evicted_tokens > 0
 
 
@@ -85,6 +88,33 @@ def test_under_pressure_nobody_is_preempted_and_less_is_dropped_than_always():
     assert 0 < elastic.counters.evicted_tokens < always.counters.evicted_tokens
     assert elastic.stats.num_steps < native.stats.num_steps
     assert elastic.stats.peak_running == 16
+
+
+def crowd(num_blocks: int, policy: str, seed: int) -> int:
+    """Preemptions of a crowd of short and long requests, some of them with a common prefix."""
+    rng = np.random.default_rng(seed)
+    config = VTokenConfig(policy=policy, kv_budget_tokens=48, evict_when="pressure")
+    pool = DrySettings(
+        num_kv_blocks=num_blocks, max_model_len=700, max_num_seqs=24, max_num_batched_tokens=128,
+        enable_prefix_caching=True,
+    )  # fmt: skip
+    scores = np.arange(1024, dtype=np.float32) % 37
+    engine = DryEngine(pool, config, score_source=lambda req_id, step, ids: scores[ids])
+    for i in range(30):
+        own = (1000 + 300 * i + np.arange(int(rng.integers(5, 220)))).tolist()
+        prompt = own if i % 4 else [*range(10, 330), *own[:30]]
+        engine.add(f"r{i}", prompt, int(rng.integers(10, 90)))
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.check_idle() == []
+    return engine.counters.preemptions
+
+
+@pytest.mark.parametrize("policy", ["random", "streaming-llm", "h2o"])
+@pytest.mark.parametrize("num_blocks", [48, 64, 120])
+def test_nobody_is_preempted_beside_a_prefix_that_nobody_may_evict(num_blocks, policy):
+    """Shared blocks, claims that were outgrown and scores that come late are all charged."""
+    assert [crowd(num_blocks, policy, seed) for seed in range(3)] == [0, 0, 0]
 
 
 def retained(mode: str, shared_prefix: str, degree: int, ratio: float):
@@ -132,3 +162,28 @@ def test_copy_declines_where_it_does_not_pay_and_wins_where_it_does():
     copy, counters = retained("vtoken", "copy", 2, 0.7)
     assert copy < protect - 1.0 and counters.copies > 0
     assert counters.released_blocks < counters.dropped_blocks  # the first sharer frees nothing
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_quick_look_never_misses_a_shortage(seed, monkeypatch):
+    """Requests that the calendar does not watch are not looked at while there is surely room."""
+    seen = []
+    begin_step = PressureControl.begin_step
+
+    def begin(self):
+        seen.append((self._blocks_needed_at_most(), self._blocks_needed()))
+        begin_step(self)
+
+    monkeypatch.setattr(PressureControl, "begin_step", begin)
+    pool = DrySettings(
+        num_kv_blocks=(60, 24, 40)[seed], block_size=4, max_model_len=256, max_num_seqs=8,
+        max_num_batched_tokens=(32, 64, 16)[seed], enable_prefix_caching=True,
+        async_scheduling=seed == 1,
+    )  # fmt: skip
+    config = {"policy": ("random", "h2o")[seed % 2], "kv_budget_tokens": 16, "recent_tokens": 2}
+    engine = CheckedDryEngine(pool, VTokenConfig(evict_when="pressure", **config), seed=seed)
+    drive(
+        engine, seed, num_actions=40, workload=Workload(max_prompt_tokens=50, max_output_tokens=40)
+    )
+    assert all(most >= exact for most, exact in seen)
+    assert any(most > exact > 0 for most, exact in seen)

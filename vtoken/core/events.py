@@ -104,10 +104,35 @@ def _packed(mask: np.ndarray) -> np.ndarray:
     return bits
 
 
-def _flatten(parts: list[np.ndarray], dtype) -> tuple[np.ndarray, np.ndarray]:
-    start = np.zeros(len(parts) + 1, np.int32)
-    np.cumsum([len(p) for p in parts], out=start[1:])
-    return start, np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
+@dataclass(slots=True)
+class BatchSteps:
+    """Entries of a StepPlan for E requests whose holes were all filled in this step.
+
+    Attributes:
+        row_kept: int32, ragged with `row_counts`; 0 where the row is not rewritten.
+        move_source, move_destination: int64[M], vLLM slots, ragged with `move_counts`.
+    """
+
+    req_ids: list[str]
+    num_reclaimed: np.ndarray
+    new_token_index: np.ndarray
+    rewrites_row: np.ndarray
+    row_counts: np.ndarray
+    row_kept: np.ndarray
+    move_counts: np.ndarray
+    move_source: np.ndarray
+    move_destination: np.ndarray
+
+
+def _starts(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    start = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=start[1:])
+    return start
+
+
+def _flatten(parts: list[np.ndarray], dtype) -> tuple[list[int], np.ndarray]:
+    flat = np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
+    return [len(p) for p in parts], flat
 
 
 def build_step_plan(
@@ -115,33 +140,77 @@ def build_step_plan(
     steps: list[RequestStep],
     report_req_ids: list[str],
     fresh_blocks: Sequence[int] = (),
+    batch: BatchSteps | None = None,
 ) -> StepPlan | None:
-    """Flatten a step's entries; None when nothing changed and nothing is asked."""
-    if not steps and not report_req_ids and not fresh_blocks:
+    """Flatten a step's entries, those of `batch` first; None when there is nothing to say."""
+    if not steps and batch is None and not report_req_ids and not fresh_blocks:
         return None
-    row_start, row_kept = _flatten([s.kept if s.kept is not None else _NO_KEPT for s in steps], np.int32)
-    added_start, row_added = _flatten([s.added if s.added is not None else _NO_KEPT for s in steps], np.int32)
-    bits = [_NO_BITS if s.mask is None else _packed(s.mask) for s in steps]
-    mask_start, mask_bits = _flatten(bits, np.uint8)
-    sources = [_NO_MOVES if s.move_source is None else s.move_source for s in steps]
-    targets = [_NO_MOVES if s.move_source is None else s.move_destination for s in steps]
-    move_start, move_source = _flatten(sources, np.int64)
+    if batch is not None and not steps:
+        return _plan_of_batch(step_seq, batch, report_req_ids, fresh_blocks)
+
+    def join(name: str, mine: Sequence, dtype) -> np.ndarray:
+        if batch is None:
+            return np.asarray(mine, dtype)
+        theirs = getattr(batch, name)
+        return (np.concatenate([theirs, mine]) if len(mine) else theirs).astype(dtype, copy=False)
+
+    row_counts, row_kept = _flatten(
+        [s.kept if s.kept is not None else _NO_KEPT for s in steps], np.int32
+    )
+    added_counts, row_added = _flatten(
+        [s.added if s.added is not None else _NO_KEPT for s in steps], np.int32
+    )
+    mask_counts, mask_bits = _flatten(
+        [_NO_BITS if s.mask is None else _packed(s.mask) for s in steps], np.uint8
+    )
+    moving = [s.move_source is not None for s in steps]
+    move_counts, move_source = _flatten(
+        [s.move_source if m else _NO_MOVES for s, m in zip(steps, moving, strict=True)], np.int64
+    )
+    targets = [s.move_destination if m else _NO_MOVES for s, m in zip(steps, moving, strict=True)]
+    none = [0] * (0 if batch is None else len(batch.req_ids))  # nothing added, no mask
     return StepPlan(
         step_seq=step_seq,
-        req_ids=[s.req_id for s in steps],
-        num_reclaimed=np.array([s.num_reclaimed for s in steps], np.int32),
-        new_token_index=np.array([s.new_token_index for s in steps], np.int32),
-        rewrites_row=np.array([s.kept is not None for s in steps], bool),
-        row_start=row_start,
-        row_kept=row_kept,
-        added_start=added_start,
+        req_ids=([] if batch is None else list(batch.req_ids)) + [s.req_id for s in steps],
+        num_reclaimed=join("num_reclaimed", [s.num_reclaimed for s in steps], np.int32),
+        new_token_index=join("new_token_index", [s.new_token_index for s in steps], np.int32),
+        rewrites_row=join("rewrites_row", [s.kept is not None for s in steps], bool),
+        row_start=_starts(join("row_counts", row_counts, np.int64)),
+        row_kept=join("row_kept", row_kept, np.int32),
+        added_start=_starts(none + added_counts),
         row_added=row_added,
-        mask_kind=np.array([s.mask_kind for s in steps], np.uint8),
-        mask_start=mask_start,
+        mask_kind=np.array([MASK_PACKED] * len(none) + [s.mask_kind for s in steps], np.uint8),
+        mask_start=_starts(none + mask_counts),
         mask_bits=mask_bits,
-        move_start=move_start,
-        move_source=move_source,
-        move_destination=_flatten(targets, np.int64)[1],
+        move_start=_starts(join("move_counts", move_counts, np.int64)),
+        move_source=join("move_source", move_source, np.int64),
+        move_destination=join("move_destination", _flatten(targets, np.int64)[1], np.int64),
+        report_req_ids=report_req_ids,
+        fresh_blocks=np.array(fresh_blocks, np.int32),
+    )
+
+
+def _plan_of_batch(
+    step_seq: int, batch: BatchSteps, report_req_ids: list[str], fresh_blocks: Sequence[int]
+) -> StepPlan:
+    """`build_step_plan` without entries of single requests, as in most steps."""
+    nothing = np.zeros(len(batch.req_ids) + 1, np.int32)
+    return StepPlan(
+        step_seq=step_seq,
+        req_ids=list(batch.req_ids),
+        num_reclaimed=batch.num_reclaimed.astype(np.int32),
+        new_token_index=batch.new_token_index.astype(np.int32),
+        rewrites_row=batch.rewrites_row,
+        row_start=_starts(batch.row_counts),
+        row_kept=batch.row_kept,
+        added_start=nothing,
+        row_added=_NO_KEPT,
+        mask_kind=np.full(len(batch.req_ids), MASK_PACKED, np.uint8),
+        mask_start=nothing,
+        mask_bits=_NO_BITS,
+        move_start=_starts(batch.move_counts),
+        move_source=batch.move_source,
+        move_destination=batch.move_destination,
         report_req_ids=report_req_ids,
         fresh_blocks=np.array(fresh_blocks, np.int32),
     )

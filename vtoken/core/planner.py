@@ -24,6 +24,7 @@ from vtoken.units import cdiv
 
 NEVER = 1 << 62
 NULL_BLOCK = 0
+RANKED_FROM_TOKENS = 8192  # below, listing all live ids is as fast as counts of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,9 @@ class Budget:
         if self.eviction_ratio == 0.0:
             return NEVER
         least = self.policy.floor_tokens + interval + num_evicted
-        length = max(least, int((num_evicted + interval) / self.eviction_ratio) - 2, now - num_protected)
+        length = max(
+            least, int((num_evicted + interval) / self.eviction_ratio) - 2, now - num_protected
+        )
         while length - num_evicted < self.tokens(length) + interval:
             length += 1
         return length + num_protected
@@ -203,9 +206,13 @@ class RequestPlanner:
             seed=self.settings.seed,
             prompt_hash=state.prompt_hash,
             oldest=oldest,
+            ranked=table.ranked if oldest is not None and L >= RANKED_FROM_TOKENS else None,
         )
         if scores is not None:
             view._scores = lambda: scores[view.live_ids]
+            if oldest is not None:  # nothing is protected, or the first ids alone
+                view._scores_by_id = scores
+                view._all_live = lambda ids: bool((table.index_of[ids] >= 0).all())
         victims = np.asarray(policy.evict(view), np.int32)
         assert len(victims) <= num_evict, (policy.name, len(victims), num_evict)
         return np.sort(victims)
@@ -358,7 +365,9 @@ class RequestPlanner:
             None for plain growth, which the table takes in when it is next read.
         """
         table, executed = state.table, state.executed
-        if not executed and (not self.settings.moves or not len(table.holes) or num_new_tokens != 1):
+        if not executed and (
+            not self.settings.moves or not len(table.holes) or num_new_tokens != 1
+        ):
             return None
         step = RequestStep(table.req_id, 0, kept=state.kept, added=state.added)
         rest = num_new_tokens

@@ -12,7 +12,10 @@ Shape legend: T tokens, B blocks of a request, N block size (tokens).
     a block costs O(B) and never O(T).
 
 Steady growth costs nothing: tokens appended at the tail are registered lazily, when someone next
-reads the table (`sync`). The maps take 8 bytes a token, plus 12 a block.
+reads the table (`sync`). The maps take 8 bytes a token, plus 16 a block.
+
+All tables of a `TokenTable` lie in one `Arena`: flat arrays of which each table has a region, so
+that what is due in a step is done for all requests at once (`vtoken.core.batch`).
 
 Source: paper section 3.2; its three interfaces are `TokenTable.evict_token(s)`,
 `sync_new_tokens` and `apply_moves`.
@@ -24,16 +27,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vtoken.core.arena import Arena
+from vtoken.core.live_index import LiveIndex
 from vtoken.units import cdiv
 
+ONE = np.int32(1)  # ufunc.at is slow where it has to convert
 NO_SLOTS = np.empty(0, np.int32)
-
-
-def _grown(array: np.ndarray, size: int) -> np.ndarray:
-    """A copy of `array` with room for at least `size` entries, the new ones -1."""
-    out = np.full(max(size, 2 * len(array)), -1, array.dtype)
-    out[: len(array)] = array
-    return out
 
 
 class RequestTable:
@@ -45,28 +44,29 @@ class RequestTable:
         num_evicted_tokens: ids dropped so far, `num_computed_tokens - num_live_tokens`.
         num_blocks: blocks in the row. Rows of `naive` keep a placeholder for a released block.
         holes: int32, local slots of dead tokens in owned blocks, in no order.
+        index_of, id_at, row, pos_of, block_id, live_in: int32, views of the table's regions in its
+            arena; `live_in` has the live tokens per handle. They are replaced when a region grows.
+        token_base, block_base: where the regions begin.
     """
 
-    __slots__ = (
+    __slots__ = (  # noqa: RUF023 - grouped by meaning
         "req_id", "block_size", "num_computed_tokens", "num_physical_tokens", "num_live_tokens",
-        "num_blocks", "holes", "_dead_from", "_dead_to", "index_of", "id_at", "row", "pos_of", "block_id",
-        "live_in", "_free_handles", "_num_handles",
+        "num_blocks", "holes", "index_of", "id_at", "row", "pos_of", "block_id", "live_in",
+        "arena", "token_base", "block_base", "live_index",
+        "_dead_from", "_dead_to", "_free_handles", "_num_handles",
     )  # fmt: skip
 
-    def __init__(self, req_id: str, block_size: int) -> None:
+    def __init__(self, req_id: str, block_size: int, arena: Arena | None = None) -> None:
         self.req_id, self.block_size = req_id, block_size
         self.num_computed_tokens = self.num_physical_tokens = self.num_live_tokens = 0
         self.num_blocks = 0
         self.holes = NO_SLOTS
         self._dead_from = self._dead_to = 0
-        self.index_of = np.full(256, -1, np.int32)
-        self.id_at = np.full(8 * block_size, -1, np.int32)
-        self.row = np.full(8, -1, np.int32)
-        self.pos_of = np.full(8, -1, np.int32)
-        self.block_id = np.full(8, -1, np.int32)
-        self.live_in = np.zeros(8, np.int32)  # live tokens per handle
         self._free_handles: list[int] = []
         self._num_handles = 0
+        self.live_index: LiveIndex | None = None
+        self.arena = Arena(block_size) if arena is None else arena
+        self.arena.add(self)
 
     # ---- derived numbers -------------------------------------------------------------------
 
@@ -102,34 +102,41 @@ class RequestTable:
         if grown > 0:
             self._append(grown)
 
-    def _add_block(self, block_id: int) -> int:
-        if self._free_handles:
-            handle = self._free_handles.pop()
-        else:
-            handle = self._num_handles
-            self._num_handles += 1
-            if handle >= len(self.pos_of):
-                self.pos_of = _grown(self.pos_of, handle + 1)
-                self.block_id = _grown(self.block_id, handle + 1)
-                self.live_in = _grown(self.live_in, handle + 1)
-            if (handle + 1) * self.block_size > len(self.id_at):
-                self.id_at = _grown(self.id_at, (handle + 1) * self.block_size)
-        if self.num_blocks >= len(self.row):
-            self.row = _grown(self.row, self.num_blocks + 1)
+    def _add_block(self, block_id: int) -> None:
+        self.make_room(self.num_blocks + 1, 0)
+        handle = self.take_handle()
         self.row[self.num_blocks] = handle
         self.pos_of[handle] = self.num_blocks
         self.block_id[handle] = block_id
         self.live_in[handle] = 0
         self.num_blocks += 1
-        return handle
+
+    def take_handle(self) -> int:
+        """A handle for a new block; there is room for it after `make_room`."""
+        if self._free_handles:
+            return self._free_handles.pop()
+        self._num_handles += 1
+        return self._num_handles - 1
+
+    def give_handle(self, handle: int) -> None:
+        """Let the handle of a block that is gone, its slots empty, be used again."""
+        self._free_handles.append(handle)
+
+    def make_room(self, num_blocks: int, num_tokens: int) -> None:
+        """Let the regions hold a row of this many blocks, and this many logical ids."""
+        new_handles = num_blocks - self.num_blocks - len(self._free_handles)
+        most = max(num_blocks, self._num_handles + max(0, new_handles))
+        if most > len(self.row):
+            self.arena.grow_blocks(self, most)
+        if num_tokens > len(self.index_of):
+            self.arena.grow_tokens(self, num_tokens)
 
     def _append(self, count: int) -> None:
         """Give the next `count` logical ids the next physical indices."""
         N, first_id, first = self.block_size, self.num_computed_tokens, self.num_physical_tokens
         last = first + count
         assert last <= self.num_blocks * N, (self.req_id, last, self.num_blocks, N)
-        if first_id + count > len(self.index_of):
-            self.index_of = _grown(self.index_of, first_id + count)
+        self.make_room(0, first_id + count)
         physical = np.arange(first, last, dtype=np.int32)
         local = self.row[physical // N] * N + physical % N
         self.index_of[first_id : first_id + count] = local
@@ -149,6 +156,12 @@ class RequestTable:
         live = np.flatnonzero(self.index_of[: self.num_computed_tokens] >= 0)
         return live.astype(np.int32)
 
+    def ranked(self) -> LiveIndex:
+        """The live ids by rank; kept up to date from now on."""
+        if self.live_index is None:
+            self.live_index = LiveIndex(self)
+        return self.live_index
+
     def oldest(self, count: int, first_id: int = 0) -> np.ndarray:
         """int32[<= count], the lowest live ids >= first_id; O(count), however long the context.
 
@@ -157,10 +170,11 @@ class RequestTable:
         """
         if count <= 0:
             return NO_SLOTS
-        if first_id != self._dead_from:
-            self._dead_from = self._dead_to = first_id
-        start, missing, width = self._dead_to, count, count + 32
-        if start + count <= self.num_computed_tokens and self.index_of[start : start + count].min() >= 0:
+        start, missing, width = self.dead_run_end(first_id), count, count + 32
+        if (
+            start + count <= self.num_computed_tokens
+            and self.index_of[start : start + count].min() >= 0
+        ):
             return np.arange(start, start + count, dtype=np.int32)
         found: list[np.ndarray] = []
         while missing > 0 and start < self.num_computed_tokens:
@@ -173,6 +187,17 @@ class RequestTable:
             missing -= len(ids)
             start, width = stop, 2 * width
         return np.concatenate(found).astype(np.int32) if found else NO_SLOTS
+
+    def dead_run_end(self, first_id: int) -> int:
+        """Where the run of dead ids that starts at `first_id` ends, as far as is known."""
+        if first_id != self._dead_from:
+            self._dead_from = self._dead_to = first_id
+        return self._dead_to
+
+    def extend_dead_run(self, first_id: int, end_id: int) -> None:
+        """Ids first_id .. end_id - 1 died together: remember it where the known run ends there."""
+        if first_id == self._dead_to:
+            self._dead_to = end_id
 
     def physical_of(self, local: np.ndarray) -> np.ndarray:
         """int32[K], physical indices of local slots."""
@@ -217,8 +242,10 @@ class RequestTable:
         assert (local >= 0).all(), f"{self.req_id}: evicting a token that is not live"
         self.index_of[ids] = -1
         self.id_at[local] = -1
-        np.subtract.at(self.live_in, local // self.block_size, 1)
+        np.subtract.at(self.live_in, local // self.block_size, ONE)
         self.num_live_tokens -= len(ids)
+        if self.live_index is not None:
+            self.live_index.evicted.append(ids)
         self.holes = np.concatenate([self.holes, local]) if len(self.holes) else local
         return local
 
@@ -234,15 +261,14 @@ class RequestTable:
         self.id_at[destination] = ids
         self.index_of[ids] = destination
         N = self.block_size
-        np.subtract.at(self.live_in, source // N, 1)
-        np.add.at(self.live_in, destination // N, 1)
+        np.subtract.at(self.live_in, source // N, ONE)
+        np.add.at(self.live_in, destination // N, ONE)
 
     def put_next(self, local: int) -> None:
         """Give the next logical id a dead slot inside the layout (slot reuse, no copy)."""
         logical = self.num_computed_tokens
         assert self.id_at[local] < 0
-        if logical >= len(self.index_of):
-            self.index_of = _grown(self.index_of, logical + 1)
+        self.make_room(0, logical + 1)
         self.index_of[logical] = local
         self.id_at[local] = logical
         self.live_in[local // self.block_size] += 1
@@ -271,9 +297,8 @@ class RequestTable:
         if not len(handles):
             return
         assert not self.live_in[handles].any(), f"{self.req_id}: a released block has live tokens"
-        slots = self.id_at.reshape(-1, self.block_size)
-        slots[handles] = -1
-        self._free_handles.extend(int(h) for h in handles)
+        self.id_at.reshape(-1, self.block_size)[handles] = -1
+        self._free_handles.extend(handles.tolist())
 
 
 class TokenTable:
@@ -281,6 +306,7 @@ class TokenTable:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.arena = Arena(block_size)
         self._tables: dict[str, RequestTable] = {}
 
     def __len__(self) -> int:
@@ -300,12 +326,15 @@ class TokenTable:
 
     def add(self, req_id: str) -> RequestTable:
         """Start an empty table for a request, replacing an older one of that id."""
-        table = self._tables[req_id] = RequestTable(req_id, self.block_size)
+        self.forget(req_id)
+        table = self._tables[req_id] = RequestTable(req_id, self.block_size, self.arena)
         return table
 
     def forget(self, req_id: str) -> None:
         """Drop a request's table (finish, abort, preemption); unknown ids are fine."""
-        self._tables.pop(req_id, None)
+        table = self._tables.pop(req_id, None)
+        if table is not None:
+            self.arena.remove(table)
 
     def evict_token(self, req_id: str, token_id: int) -> None:
         """Mark one logical id dead."""

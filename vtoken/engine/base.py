@@ -123,8 +123,8 @@ class StepEngine(ABC):
             wrong.append(f"{self.num_usable_blocks - free} blocks are still held by nobody")
         if self.hooks is not None and (self.hooks.states or len(self.hooks.tables)):
             wrong.append(f"tables are left of {sorted(self.hooks.states)}")
-        if self.hooks is not None and self.hooks.pressure.num_reserved:
-            wrong.append(f"{self.hooks.pressure.num_reserved} blocks are still reserved for nobody")
+        if self.hooks is not None and self.hooks.admission.num_claimed:
+            wrong.append(f"{self.hooks.admission.num_claimed} blocks are still reserved for nobody")
         return wrong
 
     def __enter__(self) -> StepEngine:

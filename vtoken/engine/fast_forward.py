@@ -188,6 +188,8 @@ class _Stretch:
             return None
         for i in range(R):
             self._grow(i, num_steps)
+        if self.hooks is not None:
+            self.hooks.calendar.watch_all(r.request_id for r in self.requests)
         steps = np.arange(1, num_steps + 1)
         live = live_0[:, None] + steps
         if self.evicted is not None:
@@ -281,6 +283,7 @@ class _Stretch:
         for i in due:
             self._grow(i, step)
         owner, scheduler = self.owner, self.owner.scheduler
+        self.hooks.calendar.watch_all(self.requests[i].request_id for i in due)
         tables = [self.states[i].table for i in due]
         gone = [t.num_evicted_tokens for t in tables]
         holes, moved = sum(len(t.holes) for t in tables), self.hooks.counters.moved_tokens

@@ -171,7 +171,9 @@ def _compare_at(
         "throughput_ratio": round(median, 4),
         "interval_95": [round(low, 4), round(high, 4)],
         "identical_pairs": sum(same),
-        "native_output_throughput": round(float(np.median([r.output_throughput for r in runs[native]])), 2),
+        "native_output_throughput": round(
+            float(np.median([r.output_throughput for r in runs[native]])), 2
+        ),
         "native_preemptions": sum(r.preemptions for r in runs[native]),
         "vtoken_preemptions": sum(r.preemptions for r in runs[vtoken]),
         "vtoken_evicted_tokens": sum(r.evicted_tokens for r in runs[vtoken]),

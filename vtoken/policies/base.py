@@ -10,11 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from math import ceil
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-NO_IDS = np.empty(0, np.int32)
+from vtoken.policies.selection import NO_IDS, lowest, lowest_indices
+
+__all__ = [
+    "NO_IDS", "BatchView", "Policy", "RankedIds", "RequestView", "ScoreKind", "budget_tokens",
+]  # fmt: skip
+
+_SLACK = 1e-9  # keeps the ceiling of 0.3 * 10 from being 4
 
 
 class ScoreKind(str, Enum):
@@ -32,6 +39,16 @@ class ScoreKind(str, Enum):
     KEY_NORM = "key-norm"  # L2 norm of the key, summed over layers and heads, set once
 
 
+class RankedIds(Protocol):
+    """The live ids of a request, counted from the lowest."""
+
+    def count_below(self, first_id: int) -> int:
+        """Live ids < first_id."""
+
+    def at(self, ranks: np.ndarray) -> np.ndarray:
+        """int32[K], the live ids with these ranks."""
+
+
 class RequestView:
     """One request as a policy sees it at the moment it must evict.
 
@@ -46,13 +63,16 @@ class RequestView:
         seed, prompt_hash: what `rng` draws from.
 
     `live_ids` and `scores` are computed on first use, so that a policy which needs neither
-    (streaming) costs O(evicted) and not O(context).
+    (streaming) costs O(evicted) and not O(context). `lowest_scored` ranks without them where the
+    backend gives `scores_by_id`, float32 by logical id, NaN where there is none, and `all_live`,
+    which says whether ids are all live: a dead one may still have a score.
     """
 
     __slots__ = (  # noqa: RUF023 - grouped by meaning
         "num_computed_tokens", "num_prompt_tokens", "budget_tokens", "num_evict",
         "protected_tokens", "token_ids", "seed", "prompt_hash",
-        "_live_ids", "_scores", "_oldest",
+        "_live_ids", "_scores", "_oldest", "_scores_by_id", "_all_live",
+        "_ranked",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +89,9 @@ class RequestView:
         seed: int = 0,
         prompt_hash: int = 0,
         oldest: Callable[[int, int], np.ndarray] | None = None,
+        scores_by_id: np.ndarray | None = None,
+        all_live: Callable[[np.ndarray], bool] | None = None,
+        ranked: Callable[[], RankedIds] | None = None,
     ) -> None:
         self.num_computed_tokens = num_computed_tokens
         self.num_prompt_tokens = num_prompt_tokens
@@ -78,6 +101,8 @@ class RequestView:
         self.token_ids = token_ids
         self.seed, self.prompt_hash = seed, prompt_hash
         self._live_ids, self._scores, self._oldest = live_ids, scores, oldest
+        self._scores_by_id, self._all_live = scores_by_id, all_live
+        self._ranked = ranked
 
     @property
     def live_ids(self) -> np.ndarray:
@@ -102,9 +127,43 @@ class RequestView:
         start = int(ids.searchsorted(np.int32(first_id)))
         return ids[start : start + max(0, count)]
 
+    def ranked(self) -> RankedIds | None:
+        """Live ids by rank, without a pass over them; None where `live_ids` is all there is."""
+        return None if self._ranked is None else self._ranked()
+
+    def lowest_scored(self, first_id: int, end_id: int, sign: int = 1) -> np.ndarray | None:
+        """int32, the `num_evict` ids of first_id .. end_id - 1 with the lowest `sign` * score.
+
+        Among equal scores the lower id goes first; ids without a score are never named. None
+        where that takes `live_ids` and `scores`.
+        """
+        if self._scores_by_id is None:
+            return None
+        keys = self._scores_by_id[first_id:end_id]
+        ids = lowest_indices(keys if sign > 0 else -keys, self.num_evict) + first_id
+        # Had dead ids no score, the same ones would be named, if none of these is dead.
+        return ids.astype(np.int32) if self._all_live(ids) else None
+
     def rng(self) -> np.random.Generator:
         """A generator that depends on (seed, prompt, L) alone: two engines draw alike."""
         return np.random.default_rng([self.seed, self.prompt_hash, self.num_computed_tokens])
+
+
+@dataclass(slots=True)
+class BatchView:
+    """Several requests with one policy, as `Policy.evict_many` sees them; no id is protected.
+
+    Attributes:
+        num_computed_tokens, budget_tokens, num_evict: int64[E], as in RequestView.
+        oldest: gives (ids int64[K], counts int64[E]) for (counts int64[E], first ids int64[E]):
+            each request's lowest live ids from its first id on, as many as there are, one
+            request after the other.
+    """
+
+    num_computed_tokens: np.ndarray
+    budget_tokens: np.ndarray
+    num_evict: np.ndarray
+    oldest: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +184,15 @@ class Policy(ABC):
     sink_tokens: int = 4
     recent_tokens: int | None = None
     block_size: int = field(default=16, repr=False)
+
+    # A policy may also have evict_many(BatchView) -> (ids, counts), which names for every request
+    # exactly what `evict` names, ascending, with a fixed number of numpy calls.
+    evict_many: ClassVar[Callable | None] = None
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        if "evict" in vars(cls) and "evict_many" not in vars(cls):
+            cls.evict_many = None  # an inherited one would name other ids
 
     @abstractmethod
     def evict(self, view: RequestView) -> np.ndarray:
@@ -158,13 +226,28 @@ class Policy(ABC):
             return ids[low:high]
         return ids[low:high][~np.isnan(view.scores[low:high])]
 
+    def candidate_bounds(self, view: RequestView) -> tuple[int, int]:
+        """Half-open range of ids between sinks, or protected ids, and recent window."""
+        first = max(self.sink_tokens, view.protected_tokens)
+        end = view.num_computed_tokens - self.recent(view.budget_tokens)
+        return first, max(first, end)
+
     def candidate_range(self, view: RequestView) -> tuple[int, int]:
         """Half-open range of indices into `live_ids` between sinks and recent window."""
-        first = max(self.sink_tokens, view.protected_tokens)
-        last = view.num_computed_tokens - self.recent(view.budget_tokens)
-        bounds = np.array((first, max(first, last)), np.int32)
+        bounds = np.array(self.candidate_bounds(view), np.int32)
         low, high = view.live_ids.searchsorted(bounds)
         return int(low), int(high)
+
+    def lowest_scored(self, view: RequestView, sign: int = 1) -> np.ndarray:
+        """int32[<= num_evict], the candidates with the lowest `sign` * score, ascending.
+
+        Among equal scores the lower id goes first; ids without a score are never named.
+        """
+        found = view.lowest_scored(*self.candidate_bounds(view), sign)
+        if found is not None:
+            return found
+        ids, scores = self.scored_candidates(view)
+        return lowest(ids, sign * scores, view.num_evict)
 
     def scored_candidates(self, view: RequestView) -> tuple[np.ndarray, np.ndarray]:
         """(int32[C], float32[C]), ids between sinks and recent window, ascending, and their scores.
@@ -189,10 +272,12 @@ def budget_tokens(
     `max(floor, ceil((1 - ratio) * L))` with L the tokens computed so far, or the absolute budget.
     Works elementwise on an array of lengths.
     """
+    if not isinstance(num_computed_tokens, np.ndarray):
+        if kv_budget_tokens is not None:
+            return max(floor_tokens, kv_budget_tokens)
+        return max(floor_tokens, ceil((1.0 - eviction_ratio) * num_computed_tokens - _SLACK))
     if kv_budget_tokens is not None:
         kept = kv_budget_tokens + 0 * num_computed_tokens
     else:
-        # ceil of (1 - ratio) * L; the small slack keeps 0.3 * 10 from rounding up to 4.
-        kept = np.ceil((1.0 - eviction_ratio) * num_computed_tokens - 1e-9)
-    out = np.maximum(floor_tokens, kept)
-    return out.astype(np.int64) if isinstance(num_computed_tokens, np.ndarray) else int(out)
+        kept = np.ceil((1.0 - eviction_ratio) * num_computed_tokens - _SLACK)
+    return np.maximum(floor_tokens, kept).astype(np.int64)

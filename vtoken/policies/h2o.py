@@ -8,7 +8,6 @@ from typing import ClassVar
 import numpy as np
 
 from vtoken.policies.base import Policy, RequestView, ScoreKind
-from vtoken.policies.selection import lowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,4 +39,4 @@ class H2O(Policy):
         return max(0, min(budget_tokens // 2, budget_tokens - self.sink_tokens))
 
     def evict(self, view: RequestView) -> np.ndarray:
-        return lowest(*self.scored_candidates(view), view.num_evict)
+        return self.lowest_scored(view)

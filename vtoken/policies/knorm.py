@@ -8,7 +8,6 @@ from typing import ClassVar
 import numpy as np
 
 from vtoken.policies.base import Policy, RequestView, ScoreKind
-from vtoken.policies.selection import lowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,5 +30,4 @@ class KNorm(Policy):
     score_kind: ClassVar[ScoreKind] = ScoreKind.KEY_NORM
 
     def evict(self, view: RequestView) -> np.ndarray:
-        ids, norms = self.scored_candidates(view)
-        return lowest(ids, -norms, view.num_evict)
+        return self.lowest_scored(view, sign=-1)

@@ -24,8 +24,16 @@ class Random(Policy):
     name: ClassVar[str] = "random"
 
     def evict(self, view: RequestView) -> np.ndarray:
-        ids = self.candidates(view)  # ascending: the draw must not depend on the layout
-        count = min(view.num_evict, len(ids))
-        if count <= 0:
-            return NO_IDS
-        return view.rng().choice(ids, size=count, replace=False)
+        # Ranks of ascending ids are drawn: the draw must not depend on the layout.
+        ranked = view.ranked()
+        if ranked is None:
+            ids = self.candidates(view)
+            count = min(view.num_evict, len(ids))
+            return ids[self._draw(view, len(ids), count)] if count > 0 else NO_IDS
+        first, end = (ranked.count_below(i) for i in self.candidate_bounds(view))
+        count = min(view.num_evict, end - first)
+        return ranked.at(first + self._draw(view, end - first, count)) if count > 0 else NO_IDS
+
+    @staticmethod
+    def _draw(view: RequestView, num_candidates: int, count: int) -> np.ndarray:
+        return view.rng().choice(num_candidates, size=count, replace=False)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vtoken.policies.base import Policy, RequestView
+from vtoken.policies.base import BatchView, Policy, RequestView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,3 +41,14 @@ class StreamingLLM(Policy):
         if len(ids) and ids[-1] >= end:  # the recent window would be touched
             ids = ids[ids < end]
         return ids
+
+    def evict_many(self, view: BatchView) -> tuple[np.ndarray, np.ndarray]:
+        """`evict` for several requests: (ids int64[K], counts int64[E])."""
+        num_requests = len(view.num_evict)
+        ids, counts = view.oldest(view.num_evict, np.full(num_requests, self.sink_tokens))
+        recent = np.array([self.recent(b) for b in view.budget_tokens.tolist()])
+        stays = ids >= np.repeat(view.num_computed_tokens - recent, counts)
+        if stays.any():  # the recent window would be touched
+            owner = np.repeat(np.arange(num_requests), counts)
+            ids, counts = ids[~stays], np.bincount(owner[~stays], minlength=num_requests)
+        return ids, counts

@@ -8,7 +8,6 @@ from typing import ClassVar
 import numpy as np
 
 from vtoken.policies.base import Policy, RequestView, ScoreKind
-from vtoken.policies.selection import lowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,4 +29,4 @@ class TOVA(Policy):
     score_kind: ClassVar[ScoreKind] = ScoreKind.LAST
 
     def evict(self, view: RequestView) -> np.ndarray:
-        return lowest(*self.scored_candidates(view), view.num_evict)
+        return self.lowest_scored(view)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from vtoken.config import VTokenConfig
+from vtoken.engine.cpu import import_engines
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import InvariantViolation
 from vtoken.testing.reference import ReferenceResult, compare, load_reference
@@ -153,7 +154,7 @@ def run_coverage(
     Stops at the first violation, which is then in `report.violation`.
     """
     model = load_reference(model_path) if with_reference else None
-    _import_engines()
+    import_engines()
     num_runs = 0
     for kind, cells in matrix.items():
         with open_checked_engine(kind.settings(base), cells[0].config(user)) as engine:
@@ -178,21 +179,6 @@ def run_coverage(
                     if report.sensitivity is None:
                         report.sensitivity = _sensitivity(model, outcome)
                 advance(f"{cell.policy} {cell.layout}")
-
-
-def _import_engines() -> None:
-    """Import what engines need, and leave it out of every later garbage collection.
-
-    vLLM collects garbage about ten times when an engine is closed, and its modules hold most of
-    the objects there are: four engines would spend a tenth of a verification on that.
-    """
-    import gc
-
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
 
 
 def _compare_all(model, outcome) -> ReferenceResult:

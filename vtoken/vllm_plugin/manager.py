@@ -39,9 +39,15 @@ class VTokenManager(FullAttentionManager):
         prefill_end=0,
     ):
         if self.hooks is not None:
+            shift = self.hooks.shift.get(request_id)
+            if shift is not None and not apply_admission_cap:  # it runs, and has no new hits
+                held = len(self.req_to_blocks[request_id])
+                return max(0, (num_tokens - shift + self.block_size - 1) // self.block_size - held)
             num_tokens = self.hooks.num_slots_needed(request_id, num_tokens)
             if apply_admission_cap:
-                num_tokens = min(num_tokens, self.hooks.admission_cap_tokens(request_id, num_tokens))
+                num_tokens = min(
+                    num_tokens, self.hooks.admission_cap_tokens(request_id, num_tokens)
+                )
         return super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -55,7 +61,13 @@ class VTokenManager(FullAttentionManager):
 
     def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
         if self.hooks is not None:
-            num_tokens = self.hooks.num_slots_needed(request_id, num_tokens)
+            shift = self.hooks.shift.get(request_id)
+            if shift is None:
+                num_tokens = self.hooks.num_slots_needed(request_id, num_tokens)
+            else:
+                num_tokens -= shift
+                if num_tokens <= len(self.req_to_blocks[request_id]) * self.block_size:
+                    return []
         return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
 
     def remove_skipped_blocks(
@@ -63,7 +75,7 @@ class VTokenManager(FullAttentionManager):
     ) -> None:
         # vLLM's "free what attention no longer needs", called by allocate_slots just before it
         # counts the blocks it needs.
-        if self.hooks is not None:
+        if self.hooks is not None and self.hooks.plans:
             self.hooks.execute(request_id)
 
     def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries):

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from vtoken.core.pressure import OutputLengths, PoolView, share_shortfall, tokens_to_give
+from vtoken.core.pressure import PoolView, share_shortfall, tokens_to_give
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.sizing import peak_tokens
-
-# Scores are two steps old when they are used: the pool must last that long.
-SCORE_DELAY_STEPS = 3
+from vtoken.vllm_plugin.sizing import SCORE_DELAY_STEPS, peak_tokens
 
 
 class PressureControl:
@@ -28,8 +25,7 @@ class PressureControl:
 
     Attributes:
         usable: blocks in the pool, the null block left out.
-        reserved: per running request, blocks of its projected peak.
-        declined: admissions put off for lack of projected room.
+        allocated: requests served in this step: their rows are out.
     """
 
     def __init__(self, hooks) -> None:
@@ -39,52 +35,12 @@ class PressureControl:
         self.usable = self.pool.num_gpu_blocks - 1
         self.low = int(self.config.low_watermark_frac * self.usable)
         self.elastic = self.config.evict_when == "pressure"
-        self.lengths = OutputLengths()
-        self.reserved: dict[str, int] = {}
-        self.num_reserved = 0
-        self.declined = 0
-        self._allocated: set[str] = set()  # requests served in this step: their rows are out
-
-    # ---- admission -------------------------------------------------------------------------
+        self.allocated: set[str] = set()
 
     @property
     def is_active(self) -> bool:
         """Whether requests can be made to shrink at all."""
         return self.hooks.budget is not None and self.config.mode == "vtoken"
-
-    def projected_blocks(self, request, num_hit_tokens: int = 0) -> int:
-        """Blocks a request will hold at its peak, beyond those it shares when it starts.
-
-        Unknown output length is a running estimate over finished requests.
-        """
-        at_most = request.max_tokens - request.num_output_tokens
-        limit = self.hooks.scheduler.max_model_len - request.num_tokens
-        output = self.lengths.estimate(max(1, min(at_most, limit)), at_most < limit)
-        total = request.num_tokens + output
-        budget = self.hooks.budget_of(request)
-        own = max(1, total - num_hit_tokens)
-        return cdiv(peak_tokens(budget, own, 1), self.block_size)
-
-    def admits(self, request, num_hit_tokens: int) -> bool:
-        """Whether a waiting request's projected peak fits beside the running ones'."""
-        if not self.is_active or not self.hooks.scheduler.running:
-            return True  # an empty engine takes anything that check_fits let in
-        peak = self.projected_blocks(request, num_hit_tokens)
-        fits = self.num_reserved + peak <= self.usable - self.low
-        self.declined += not fits
-        return fits
-
-    def admitted(self, request, num_hit_tokens: int) -> None:
-        """A request got its first slots: its peak counts from now on."""
-        if self.is_active:
-            self.release(request.request_id)
-            peak = self.projected_blocks(request, num_hit_tokens)
-            self.reserved[request.request_id] = peak
-            self.num_reserved += peak
-
-    def release(self, req_id: str) -> None:
-        """A request's blocks are gone: so is its claim."""
-        self.num_reserved -= self.reserved.pop(req_id, 0)
 
     # ---- chunks ----------------------------------------------------------------------------
 
@@ -101,28 +57,72 @@ class PressureControl:
         state = hooks.states.get(request.request_id)
         running = hooks.scheduler.running
         # Requests not yet served in this step may each need a block of their own.
-        others = len(running) - len(self._allocated) - (state is not None)
-        room = (self.pool.get_num_free_blocks() - others) * N
+        others = len(running) - len(self.allocated) - (state is not None)
+        room = (self.pool.get_num_free_blocks() - max(others, self._decode_slack())) * N
         if state is not None:
             planned = hooks.num_planned_victims(request.request_id)
             # Its holes count as room: they are filled before the allocation fails.
             live = num_computed_tokens - state.table.num_evicted_tokens - planned
             room += len(hooks.manager.req_to_blocks[request.request_id]) * N - live
-        if room >= num_new_tokens:
+        idle_hits: list = []
+        if state is None and room - num_computed_tokens < num_new_tokens:
+            # Blocks that it hits and nobody holds still count as free.
+            idle_hits = self._idle_hits(request, num_computed_tokens)
+            room -= len(idle_hits) * N
+        if room >= num_new_tokens + self._tokens_before_scores(
+            request, num_computed_tokens + num_new_tokens
+        ):
             return num_new_tokens
-        if room < 1:
-            return 0 if others or state is not None else num_new_tokens
-        return room
+        shorter = min(room, num_new_tokens - 1)
+        if shorter >= 1:
+            return shorter
+        if room >= num_new_tokens and not self._can_lose_tokens(request, state):
+            return num_new_tokens  # waiting would not make room
+        if idle_hits and not running:
+            # Alone, and its hits fill the pool: it could never start. Compute the last anew.
+            self.pool.evict_blocks({idle_hits[-1].block_id})
+            return 0
+        return 0 if others or state is not None else num_new_tokens
+
+    def _idle_hits(self, request, num_hit_tokens: int) -> list:
+        """Blocks of a waiting request's prefix hit that no request holds."""
+        group = [self.hooks.manager.kv_cache_group_id]
+        hashes = request.block_hashes[: num_hit_tokens // self.block_size]
+        found = [self.pool.get_cached_block(h, group) for h in hashes]
+        return [blocks[0] for blocks in found if blocks and blocks[0].ref_cnt == 0]
+
+    def _tokens_before_scores(self, request, length: int) -> int:
+        """Tokens that a request generates after a chunk up to `length` before it can lose any.
+
+        With a prompt's last chunk decoding begins, and nothing can be evicted before the scores
+        of that chunk are here.
+        """
+        if not self.hooks.scored or length < request.num_tokens:
+            return 0
+        left = request.max_tokens - request.num_output_tokens - 1  # the last one needs no slot
+        return max(0, min(SCORE_DELAY_STEPS - 1, left))
+
+    def _can_lose_tokens(self, request, state) -> bool:
+        """Whether a request is above its budget, so that it can be evicted from when scores come."""
+        if state is None or state.budget is None:
+            return False
+        length, protected = request.num_computed_tokens, state.num_protected
+        if not self.elastic:
+            return length >= state.next_eviction_len
+        live = length - state.table.num_evicted_tokens - protected
+        return live > int(state.budget.tokens(length - protected))
 
     # ---- shortage --------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Shrink requests while this step's allocations would leave less than the headroom."""
-        self._allocated.clear()
+        self.allocated.clear()
         if not self.is_active or not self.elastic:
             return
-        needed = self._blocks_needed()
         low = max(self.low, self._score_slack())
+        if self.pool.get_num_free_blocks() - self._blocks_needed_at_most() >= low:
+            return
+        needed = self._blocks_needed()
         view = PoolView(self.pool.get_num_free_blocks(), needed, low, 2 * low)
         if view.shortfall > 0:
             self.reclaim(view.shortfall)
@@ -132,6 +132,29 @@ class PressureControl:
         if not self.hooks.scored:
             return 0
         return cdiv(SCORE_DELAY_STEPS * len(self.hooks.scheduler.running), self.block_size) + 1
+
+    def _decode_slack(self) -> int:
+        """Blocks that decoding requests take before anybody's scores of this step can be used.
+
+        A chunk that left less would have a neighbour preempted whom nobody can make room for.
+        """
+        if not self.hooks.scored or not self.elastic:
+            return 0
+        decoding = sum(not r.is_prefill_chunk for r in self.hooks.scheduler.running)
+        return cdiv(SCORE_DELAY_STEPS * decoding, self.block_size) + 1 if decoding else 0
+
+    def _blocks_needed_at_most(self) -> int:
+        """No less than `_blocks_needed`, without a look at every running request.
+
+        One that the calendar does not watch decodes: it takes a block at most.
+        """
+        hooks, scheduler = self.hooks, self.hooks.scheduler
+        needed = len(scheduler.running)
+        for req_id in hooks.calendar.watched:
+            request = scheduler.requests[req_id]
+            held = len(hooks.manager.req_to_blocks[req_id])
+            needed += self._demand(request, self._new_tokens(request)) - held
+        return needed + self._waiting_need(scheduler.max_num_scheduled_tokens)
 
     def _blocks_needed(self) -> int:
         """Blocks that running requests, and those about to be admitted, take in this step."""
@@ -151,21 +174,21 @@ class PressureControl:
         return max(len(hooks.manager.req_to_blocks[req_id]), cdiv(slots, self.block_size))
 
     def _new_tokens(self, request) -> int:
-        rest = (
-            request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        )
+        rest = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
         return max(0, min(rest, self.hooks.scheduler.max_num_scheduled_tokens))
 
     def _waiting_need(self, token_budget: int) -> int:
         """Blocks for the waiting requests that this step can admit."""
-        scheduler, N = self.hooks.scheduler, self.block_size
+        admission, scheduler, N = self.hooks.admission, self.hooks.scheduler, self.block_size
         places = scheduler.max_num_active_reqs - len(scheduler.running)
-        reserved, needed = self.num_reserved, 0
+        if places <= 0 or not scheduler.waiting:
+            return 0
+        charged, needed = admission.charged_blocks(), 0
         for request in scheduler.waiting:
             if places <= 0 or token_budget <= 0:
                 break
-            reserved += self.projected_blocks(request)
-            if reserved > self.usable - self.low:
+            charged += admission.peak_blocks(request)
+            if charged > admission.room:
                 break
             budget = self.hooks.budget_of(request)
             needed += cdiv(peak_tokens(budget, request.num_tokens, N), N)
@@ -176,7 +199,8 @@ class PressureControl:
         """Make requests shrink until that many blocks came back, or nobody has more to give.
 
         Args:
-            keep: a request that gives nothing (it is the one that needs the room).
+            keep: a request that gives nothing: it needs the room, now. At the head of a step
+                (None) the block that somebody is about to take counts like one that is held.
 
         Returns:
             Blocks that came back.
@@ -185,32 +209,41 @@ class PressureControl:
         givers = [
             r
             for r in hooks.scheduler.running
-            if r.request_id not in self._allocated
+            if r.request_id not in self.allocated
             and r.request_id != keep
-            and hooks.can_shrink(r)
+            and hooks.evictor.can_shrink(r)
         ]
         if not givers:
             return 0
         states = [hooks.states[r.request_id] for r in givers]
+        for request, state in zip(givers, states, strict=True):
+            hooks.shares.look(request, state)
         length = np.array([r.num_computed_tokens for r in givers])
         evicted = np.array([s.table.num_evicted_tokens for s in states])
         protected = np.array([s.num_protected for s in states])
-        budget = np.array([s.budget.tokens(int(x - p)) for s, x, p in zip(states, length, protected, strict=True)])
+        budget = np.array(
+            [s.budget.tokens(int(x - p)) for s, x, p in zip(states, length, protected, strict=True)]
+        )
         live = length - evicted
         above = np.maximum(live - protected - budget, 0)
         new = np.array([self._new_tokens(r) for r in givers])
-        # A block that a request is about to take counts like one it holds: it can do without.
-        demand = np.array([self._demand(r, int(n)) for r, n in zip(givers, new, strict=True)])
+        demand = np.array([len(hooks.manager.req_to_blocks[r.request_id]) for r in givers])
+        if keep is None:  # a decode can do without its next block; a chunk is cut to the room
+            next_demand = [self._demand(r, int(n)) for r, n in zip(givers, new, strict=True)]
+            demand = np.where(new == 1, next_demand, demand)
+        new = np.where(new == 1, 1, 0)
         spare = demand - -(-(live - above + new) // N)
         give = share_shortfall(spare, num_blocks)
         lose = tokens_to_give(give, demand, live, new, above, N)
         free_before = self.pool.get_num_free_blocks()
         for i in np.flatnonzero(lose):
-            hooks.shrink(givers[i], int(lose[i]), int(new[i]))
+            hooks.evictor.shrink(givers[i], int(lose[i]), int(new[i]))
         return self.pool.get_num_free_blocks() - free_before
 
     def retry(self, request, num_new_tokens: int) -> bool:
-        """An allocation failed: fill holes, then reclaim, of requests not yet served in this step.
+        """An allocation failed: make room in requests that are not yet served in this step.
+
+        What was put off is carried out first, then holes are filled, then tokens reclaimed.
 
         Returns:
             Whether it is worth trying again before vLLM preempts somebody.
@@ -221,9 +254,10 @@ class PressureControl:
         if missing <= 0:
             return False
         for other in (request, *reversed(self.hooks.scheduler.running)):
-            if missing > 0 and other.request_id not in self._allocated:
+            if missing > 0 and other.request_id not in self.allocated:
                 new = num_new_tokens if other is request else self._new_tokens(other)
-                self.hooks.compact(other, new)
+                self.hooks.evictor.catch_up(other, new)
+                self.hooks.evictor.compact(other, new)
                 missing = self._missing_blocks(request, num_new_tokens)
         if missing > 0 and self.elastic:
             missing -= self.reclaim(missing, keep=request.request_id)
@@ -235,10 +269,6 @@ class PressureControl:
         )
         held = len(self.hooks.manager.req_to_blocks[request.request_id])
         return cdiv(slots, self.block_size) - held - self.pool.get_num_free_blocks()
-
-    def note_allocated(self, req_id: str) -> None:
-        """A request was served in this step."""
-        self._allocated.add(req_id)
 
     def wants_reports(self) -> list[str]:
         """Requests whose scores may be needed two steps from now; the furthest above first."""
@@ -256,6 +286,7 @@ class PressureControl:
             state = self.hooks.states.get(request.request_id)
             if state is None or state.budget is None:
                 continue
+            self.hooks.shares.look(request, state)
             length = request.num_computed_tokens
             live = length - state.table.num_evicted_tokens - state.num_protected
             above = live - int(state.budget.tokens(length - state.num_protected))

@@ -38,20 +38,32 @@ class VTokenSchedulerMixin:
         self.kv_cache_manager.allocate_slots = self._allocate_slots
 
     def _allocate_slots(self, request, num_new_tokens, num_new_computed_tokens=0, *args, **kwargs):
+        # Called for every running request of every step: nothing that is not needed.
         hooks = self.vtoken
-        is_waiting = request.status != RequestStatus.RUNNING
-        if is_waiting and not hooks.pressure.admits(request, num_new_computed_tokens):
-            return None
-        hooks.note_allocation(num_new_tokens)
-        call = (request, num_new_tokens, num_new_computed_tokens, *args)
-        blocks = self._vllm_allocate_slots(*call, **kwargs)
-        if blocks is None and not is_waiting and hooks.pressure.retry(request, num_new_tokens):
+        if hooks.plans:
             hooks.note_allocation(num_new_tokens)
-            blocks = self._vllm_allocate_slots(*call, **kwargs)
+        if request.status is RequestStatus.RUNNING:
+            blocks = self._vllm_allocate_slots(
+                request, num_new_tokens, num_new_computed_tokens, *args, **kwargs
+            )
+            if blocks is None and hooks.pressure.retry(request, num_new_tokens):
+                hooks.note_allocation(num_new_tokens)
+                blocks = self._vllm_allocate_slots(
+                    request, num_new_tokens, num_new_computed_tokens, *args, **kwargs
+                )
+            if blocks is not None:
+                hooks.pressure.allocated.add(request.request_id)
+            return blocks
+        hits = kwargs.get("new_computed_blocks")
+        hit_blocks = () if hits is None else hits.blocks[0]
+        if not hooks.admission.admits(request, hit_blocks):
+            return None
+        blocks = self._vllm_allocate_slots(
+            request, num_new_tokens, num_new_computed_tokens, *args, **kwargs
+        )
         if blocks is not None:
-            hooks.pressure.note_allocated(request.request_id)
-            if is_waiting:
-                hooks.pressure.admitted(request, num_new_computed_tokens)
+            hooks.pressure.allocated.add(request.request_id)
+            hooks.admission.admitted(request, hit_blocks)
         return blocks
 
     def add_request(self, request) -> None:

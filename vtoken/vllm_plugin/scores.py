@@ -117,10 +117,9 @@ class ReportBook:
         if ids is None or scores is None:
             return None
         assert len(ids) == len(scores), (req_id, step_seq, len(ids), len(scores))
-        out = np.full(num_ids, np.nan, np.float32)
-        live = ids >= 0
-        out[ids[live]] = scores[live]
-        return out
+        out = np.full(num_ids + 1, np.nan, np.float32)
+        out[ids] = scores  # those of holes (-1) end up behind the last id
+        return out[:num_ids]
 
     def forget(self, req_id: str) -> None:
         """Drop all questions and answers about a request."""

@@ -70,6 +70,20 @@ class SharedBlocks:
         mask[found] = True
         return mask
 
+    def look(self, request, state: RequestState) -> None:
+        """Bring `num_protected` up to date; O(1) for a request that shares nothing.
+
+        What is shared is the head of a prompt, and protected blocks stay first in the row.
+        """
+        blocks = self.hooks.manager.req_to_blocks[request.request_id]
+        if self.caching and blocks and blocks[0].ref_cnt > 1:
+            if not state.executed:  # else its blocks match its table again after finalize
+                self.hooks.sync(state, blocks, request.num_computed_tokens)
+                self.protect(state, blocks)
+        else:
+            state.num_protected = 0
+            self.sharing.discard(request.request_id)
+
     def protect(self, state: RequestState, blocks) -> np.ndarray | None:
         """Live ids in shared blocks, ascending; keeps `num_protected` up to date."""
         table, shared = state.table, self.shared(blocks)

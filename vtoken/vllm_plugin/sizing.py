@@ -7,6 +7,10 @@ from vtoken.core.planner import Budget
 from vtoken.errors import ConfigError
 from vtoken.units import cdiv
 
+# Scores are two steps old when they are used: the pool must last that long.
+SCORE_DELAY_STEPS = 3
+
+
 def config_of(vllm_config) -> VTokenConfig | None:
     """vToken's settings in a VllmConfig; None when there are none or the mode is native."""
     additional = vllm_config.additional_config

@@ -1,0 +1,44 @@
+"""The calendar of requests that have to be looked at."""
+
+from __future__ import annotations
+
+from vtoken.core.calendar import Calendar
+
+
+def test_a_request_comes_back_in_its_step_and_not_before():
+    calendar = Calendar()
+    calendar.watch("a")
+    calendar.watch("b")
+    calendar.put_off("a", 5)
+    for step_seq in range(1, 5):
+        calendar.open(step_seq)
+        assert list(calendar.watched) == ["b"]
+    calendar.open(5)
+    assert list(calendar.watched) == ["b", "a"]
+    calendar.open(6)
+    assert list(calendar.watched) == ["b", "a"]  # until it is put off again
+
+
+def test_only_the_last_appointment_counts():
+    calendar = Calendar()
+    calendar.put_off("a", 2)
+    calendar.put_off("a", 4)
+    calendar.put_off("b", 2)
+    calendar.watch("b")
+    calendar.put_off("b", None)
+    for step_seq, watched in ((1, []), (2, []), (3, []), (4, ["a"])):
+        calendar.open(step_seq)
+        assert list(calendar.watched) == watched
+
+
+def test_a_forgotten_request_does_not_come_back():
+    calendar = Calendar()
+    calendar.put_off("a", 2)
+    calendar.watch("b")
+    calendar.forget("a")
+    calendar.forget("b")
+    calendar.open(1)
+    calendar.open(2)
+    assert not calendar.watched
+    calendar.watch_all(["a", "b"])
+    assert list(calendar.watched) == ["a", "b"]

@@ -1,0 +1,55 @@
+"""Whose scores to ask the workers for in a step, so that they are here when a decision needs them."""
+
+from __future__ import annotations
+
+from vtoken.core.planner import NEVER, RequestState
+
+
+class ReportAsker:
+    """Part of SchedulerHooks. Scores are asked for two steps before the decision."""
+
+    def __init__(self, hooks) -> None:
+        self.hooks = hooks
+        self.scheduler = hooks.scheduler
+
+    def ask(self, num_scheduled: dict[str, int], chunks: list[str]) -> list[str]:
+        """Requests that may be due two steps from now; remembers which id sits where.
+
+        Args:
+            num_scheduled: tokens of every request of the step.
+            chunks: those of them with more than one token.
+        """
+        hooks, asks = self.hooks, {}
+        if hooks.pressure.elastic:
+            # The next chunk may find no room, and without scores nothing could be evicted.
+            for req_id in hooks.pressure.wants_reports() + chunks:
+                state = hooks.states[req_id]
+                if num_scheduled.get(req_id, 0) and hooks.needs_scores(state):
+                    asks[req_id] = state
+        for req_id in hooks.calendar.watched:
+            if req_id not in asks and self._is_needed(req_id, num_scheduled.get(req_id, 0)):
+                asks[req_id] = hooks.states[req_id]
+        if asks:
+            self._remember(asks, num_scheduled)
+        return list(asks)
+
+    def _is_needed(self, req_id: str, n: int) -> bool:
+        hooks = self.hooks
+        state, request = hooks.states[req_id], self.scheduler.requests[req_id]
+        if not n or state.next_eviction_len >= NEVER or not hooks.needs_scores(state):
+            return False
+        length = request.num_computed_tokens + n
+        rest = request.num_tokens - length
+        next_chunk = min(rest, self.scheduler.max_num_scheduled_tokens) if rest > 1 else 1
+        if length + next_chunk < state.next_eviction_len:
+            return False
+        # The report of the last step is the one the coming decision uses.
+        return n > 1 or hooks.reports.asked_at(req_id) != hooks.step_seq - 1
+
+    def _remember(self, asks: dict[str, RequestState], num_scheduled: dict[str, int]) -> None:
+        hooks, requests = self.hooks, self.scheduler.requests
+        lengths = [requests[r].num_computed_tokens + num_scheduled[r] for r in asks]
+        tables = [state.table for state in asks.values()]
+        hooks.sync_all(tables, lengths)
+        for table in tables:
+            hooks.reports.ask(table.req_id, hooks.step_seq, table.ids_by_physical_index())

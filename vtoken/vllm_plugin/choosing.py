@@ -1,0 +1,309 @@
+"""Who is due at the head of a step, and which ids go: vLLM's requests meet the policies.
+
+Nothing changes here but plans; `SchedulerHooks` carries them out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vtoken.core.batch import Tables
+from vtoken.core.move_limit import MoveLimit, most_moves
+from vtoken.core.planner import NEVER, RequestState
+from vtoken.core.table import NO_SLOTS
+from vtoken.policies.base import BatchView, ScoreKind
+
+
+class VictimChooser:
+    """Part of SchedulerHooks; see the module's head."""
+
+    def __init__(self, hooks) -> None:
+        self.hooks = hooks
+        self.scheduler, self.planner = hooks.scheduler, hooks.planner
+        config = hooks.config
+        # What the checker and the files follow is one request at a time; so are holes that stay.
+        self._joins = (
+            config.mode == "vtoken"
+            and config.fragmentation_threshold == 0.0
+            and config.evict_when == "always"
+            and not config.hash_kv_every
+            and hooks.log is None
+        )
+        self._limit: MoveLimit | None = None
+        replays = hooks.log is not None and hooks.log.replay is not None
+        if config.max_moves_per_step is not None and config.mode == "vtoken" and not replays:
+            self._limit = MoveLimit(config.max_moves_per_step)
+
+    def due(self) -> list:
+        """Running requests that lose tokens now or whose shared blocks must be looked at."""
+        hooks = self.hooks
+        hooks.calendar.open(hooks.step_seq)
+        if not hooks.calendar.watched:
+            return []
+        requests, states, sharing = self.scheduler.requests, hooks.states, hooks.shares.sharing
+        found = set()
+        for req_id in hooks.calendar.watched:
+            state = states[req_id]
+            # Where it shrank under pressure its blocks do not match its table until finalize.
+            if not state.executed and (
+                requests[req_id].num_computed_tokens >= state.next_eviction_len or req_id in sharing
+            ):
+                found.add(req_id)
+        if not found:
+            return []
+        due = [r for r in self.scheduler.running if r.request_id in found]
+        if self._limit is not None:
+            self._limit.begin_step()
+            due.sort(key=self._num_to_evict, reverse=True)  # who has waited longest goes first
+        return due
+
+    # ---- the limit on moves ----------------------------------------------------------------
+
+    def _num_to_evict(self, request) -> int:
+        state = self.hooks.states[request.request_id]
+        if state.budget is None:
+            return 0
+        return self.planner.num_to_evict(state, request.num_computed_tokens)
+
+    def limit_moves(self, request) -> None:
+        """Put a planned eviction off to a later step where it would move too many tokens."""
+        hooks, req_id = self.hooks, request.request_id
+        victims = hooks.plans.get(req_id)
+        if self._limit is None or victims is None or req_id in hooks.shares.copies:
+            return
+        if not self._goes_ahead(request, hooks.states[req_id], victims):
+            hooks.put_off[req_id] = hooks.plans.pop(req_id)
+
+    def _goes_ahead(self, request, state: RequestState, victims: np.ndarray) -> bool:
+        hooks = self.hooks
+        pinned = hooks.shares.shared(hooks.manager.req_to_blocks[request.request_id])
+        num_moves = most_moves(
+            state.table, victims, self.expected_tokens(request), pinned,
+            hooks.config.fragmentation_threshold,
+        )  # fmt: skip
+        room = hooks.pool.get_num_free_blocks() - len(self.scheduler.running)
+        return self._limit.take(num_moves, is_needed=room < hooks.pressure.low)
+
+    # ---- many requests at once -------------------------------------------------------------
+
+    def goes_together(self, request) -> bool:
+        """Whether a due request's eviction can be carried out at once, with others'."""
+        hooks, req_id = self.hooks, request.request_id
+        if not self._joins or req_id in hooks.shares.sharing:
+            return False
+        if hooks.states[req_id].budget is None or self.expected_tokens(request) != 1:
+            return False
+        if not hooks.caching:
+            return True
+        blocks = hooks.manager.req_to_blocks[req_id]
+        return hooks.shares.shared(blocks) is None and not hooks.shares.wants_copy(blocks)
+
+    def goes_at_once(self, request) -> bool:
+        """Whether a planned eviction is carried out at the head of the step.
+
+        A decoding request's is, in all modes: whether the step then reaches the request, or its
+        token budget is used up before, makes no difference to what is evicted. What becomes of
+        holes that may stay depends on the room there is when slots are allocated.
+        """
+        return (
+            self.hooks.config.fragmentation_threshold == 0.0 and self.expected_tokens(request) == 1
+        )
+
+    def decide_together(self, requests: list) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
+        """Victims of requests that `goes_together` said yes to.
+
+        Returns:
+            (states, ids int[K], counts int[E]) of those that lose some, ids request by request.
+        """
+        hooks = self.hooks
+        states = [hooks.states[r.request_id] for r in requests]
+        hooks.sync_all([s.table for s in states], [r.num_computed_tokens for r in requests])
+        due = []
+        for request, state in zip(requests, states, strict=True):
+            num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)
+            if num_evict < state.budget.interval_tokens:
+                self.schedule_next(state, request.num_computed_tokens)
+            else:
+                due.append((request, state, num_evict))
+        budgets = {id(state.budget): state.budget for _, state, _ in due}
+        if (
+            self._limit is None
+            and len(budgets) == 1
+            and due[0][1].budget.policy.evict_many is not None
+        ):
+            return self._choose_together(due)
+        for request, state, num_evict in due:
+            self.choose(request, state, num_evict, None)
+            self.limit_moves(request)
+        named = [(state, hooks.plans.pop(r.request_id, None)) for r, state, _ in due]
+        named = [(state, ids) for state, ids in named if ids is not None]
+        parts = [ids for _, ids in named]
+        counts = np.array([len(ids) for ids in parts], np.int64)
+        return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
+
+    def _choose_together(
+        self, due: list[tuple]
+    ) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
+        """Let one policy name the victims of all (request, state, number to evict)."""
+        states = [state for _, state, _ in due]
+        length = np.array([r.num_computed_tokens for r, _, _ in due])
+        budget = states[0].budget
+        view = BatchView(
+            num_computed_tokens=length,
+            budget_tokens=budget.tokens(length),
+            num_evict=np.array([n for _, _, n in due]),
+            oldest=Tables([s.table for s in states]).oldest,
+        )
+        ids, counts = budget.policy.evict_many(view)
+        if counts.all():
+            return states, ids, counts
+        return (
+            [s for s, n in zip(states, counts.tolist(), strict=True) if n],
+            ids,
+            counts[counts > 0],
+        )
+
+    # ---- one request -----------------------------------------------------------------------
+
+    def decide(self, request, state: RequestState) -> None:
+        """Plan what one request loses in this step, if anything."""
+        if state.budget is None:
+            return  # the request asked to keep all its tokens
+        hooks, req_id, length = self.hooks, request.request_id, request.num_computed_tokens
+        blocks = hooks.manager.req_to_blocks[req_id]
+        hooks.sync(state, blocks, length)
+        protected_ids = hooks.shares.protect(state, blocks)
+        if hooks.log is not None and self._follow(req_id, state, length, protected_ids):
+            return
+        if hooks.shares.wants_copy(blocks):
+            self._decide_copy(request, state, blocks, protected_ids)
+            return
+        num_evict = self.planner.num_to_evict(state, length)
+        if num_evict < state.budget.interval_tokens or hooks.pressure.elastic:
+            self.schedule_next(state, length)
+            return
+        self.choose(request, state, num_evict, protected_ids)
+
+    def _decide_copy(self, request, state: RequestState, blocks, protected_ids) -> None:
+        """Plan an eviction that copies survivors out of shared and cached blocks where it pays.
+
+        First with nothing protected; where the shared blocks would take more than they release,
+        they are protected, and only cached blocks of the request's own are copied out of.
+        """
+        hooks, shares = self.hooks, self.hooks.shares
+        num_protected, expected = state.num_protected, self.expected_tokens(request)
+        attempts = (False, True)
+        if shares.was_declined(request.request_id, blocks):
+            attempts = (True,)
+        for keep_shared in attempts:
+            state.num_protected = num_protected if keep_shared else 0
+            num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)
+            if num_evict < state.budget.interval_tokens:
+                continue
+            self.choose(request, state, num_evict, protected_ids if keep_shared else None)
+            victims = hooks.plans.get(request.request_id)
+            if victims is None:
+                return
+            outcome = shares.plan_copy(state, blocks, victims, expected)
+            hooks.counters.copies += outcome == "copy"
+            hooks.counters.copies_declined += outcome == "declined"
+            if keep_shared or outcome != "declined":
+                return
+            hooks.plans.pop(request.request_id)
+        self.schedule_next(state, request.num_computed_tokens)
+
+    def expected_tokens(self, request) -> int:
+        """New tokens a running request will be given in this step, if there is room."""
+        known = request.num_tokens + request.num_output_placeholders
+        rest = max(1, known - request.num_computed_tokens)
+        return min(rest, self.scheduler.max_num_scheduled_tokens)
+
+    def choose(self, request, state, num_evict: int, protected_ids) -> None:
+        """Let the policy name victims, with the scores of two steps ago where it needs some."""
+        hooks, req_id, length = self.hooks, request.request_id, request.num_computed_tokens
+        scores = None
+        if self.needs_scores(state):
+            scores = hooks.reports.scores_for(req_id, self.report_step(request), length)
+            if scores is None:
+                # Not asked for in time (a sharer may just have left): finalize asks now.
+                state.next_eviction_len = length
+                return
+        victims = self.planner.decide(
+            state,
+            num_evict=num_evict,
+            protected_ids=protected_ids,
+            scores=scores,
+            token_ids=lambda: np.asarray(request.all_token_ids, np.int32),
+        )
+        if len(victims):
+            hooks.plans[req_id] = victims
+
+    def needs_scores(self, state: RequestState) -> bool:
+        """Whether this request's policy reads scores."""
+        if not self.hooks.scored or state.budget is None:
+            return False
+        return state.budget.policy.score_kind is not ScoreKind.NONE
+
+    def report_step(self, request) -> int:
+        """The step whose scores a decision of this step uses: exactly two steps ago.
+
+        A prompt whose chunk was put off for lack of room has no scores of that step; its last
+        chunk's are as good, for nothing attended since.
+        """
+        step = self.hooks.step_seq - 2
+        last = self.hooks.states[request.request_id].last_chunk_step
+        return min(step, last) if request.is_prefill_chunk and last >= 0 else step
+
+    def _follow(self, req_id: str, state: RequestState, length: int, protected_ids) -> bool:
+        """Plan what the replayed run did at this length; False where nothing is replayed."""
+        log = self.hooks.log
+        due = log.next_length(req_id, length)
+        if due is None:
+            return False
+        state.next_eviction_len = due
+        if due == length:
+            live = state.table.live_ids()
+            evictable = live if protected_ids is None else np.setdiff1d(live, protected_ids, True)
+            victims = log.victims(req_id, length, evictable)
+            if len(victims):
+                self.hooks.plans[req_id] = victims
+        return True
+
+    # ---- when to look again ----------------------------------------------------------------
+
+    def schedule_next(self, state: RequestState, length: int) -> None:
+        """Set when the request is due next: by the replayed run, else by its budget.
+
+        Under `evict_when: pressure` it is the pool that says so, not the length.
+        """
+        hooks, req_id = self.hooks, state.table.req_id
+        due = None if hooks.log is None else hooks.log.next_length(req_id, length)
+        if due is None and hooks.pressure.elastic:
+            state.next_eviction_len = NEVER
+        elif due is None:
+            self.planner.schedule_next(state, length)
+        else:
+            state.next_eviction_len = due
+        hooks.calendar.watch(req_id)
+
+    def settle(self, num_scheduled: dict[str, int]) -> None:
+        """At the end of a step: say when each watched request must be looked at again."""
+        hooks = self.hooks
+        calendar, states, sharing = hooks.calendar, hooks.states, hooks.shares.sharing
+        if hooks.log is not None and hooks.log.replay is not None:
+            return  # the record says when, and chunks are cut to it
+        next_step = hooks.step_seq + 1
+        for req_id in list(calendar.watched):
+            state, request = states[req_id], self.scheduler.requests[req_id]
+            length = request.num_computed_tokens + num_scheduled.get(req_id, 0)
+            known = request.num_tokens + request.num_output_placeholders
+            if req_id in sharing or known - length > 1:
+                continue
+            if state.next_eviction_len >= NEVER:
+                calendar.put_off(req_id, None)
+                continue
+            # Scores are asked for two steps ahead.
+            lead = 2 if self.needs_scores(state) else 0
+            wait = state.next_eviction_len - length - lead
+            if wait > 0:
+                calendar.put_off(req_id, next_step + wait)
