@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Output is as wide as where there is no terminal; test workers set this to their own.
+os.environ.pop("COLUMNS", None)
 # The command line must not replace the process that runs the tests.
 os.environ["VTOKEN_NO_REEXEC"] = "1"
 

@@ -107,8 +107,10 @@ def test_failures_leave_a_log(cli, tmp_path, raised, said):
 def test_interrupt(cli):
     cli.add("wait", "import time\nrun.out.note('waiting')\ntime.sleep(60)")
     process = subprocess.Popen(
-        cli.arguments("wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        cli.arguments("wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Jobs that a shell puts into the background ignore it, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     assert process.stderr.readline() == "waiting\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

@@ -145,7 +145,7 @@ def test_a_small_pool_preempts_and_resumes_on_old_prefixes(name):
     engine = engine_of(name, num_kv_blocks=52, **fields)
     starts = Starts(engine)
     # Admission by projected peaks would let nobody in beside the first.
-    engine.hooks.pressure.admits = lambda request, num_hit_tokens: True
+    engine.hooks.admission.admits = lambda request, hit_blocks: True
     for i in range(4):
         engine.add(f"r{i}", [*PREFIX, *range(60 + 10 * i, 68 + 10 * i)], 60)
     finish_all(engine)
