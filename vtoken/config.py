@@ -94,10 +94,14 @@ class VTokenConfig(BaseModel):
             )
         if self.record_decisions and self.replay_decisions:
             raise ConfigError(
-                "--replay-decisions", self.replay_decisions, "cannot be given with --record-decisions"
+                "--replay-decisions",
+                self.replay_decisions,
+                "cannot be given with --record-decisions",
             )
         if isinstance(self.score_queries, int) and self.score_queries < 1:
-            raise ConfigError("--score-queries", self.score_queries, "`all`, or a whole number from 1")
+            raise ConfigError(
+                "--score-queries", self.score_queries, "`all`, or a whole number from 1"
+            )
         return self
 
     @classmethod
@@ -185,4 +189,6 @@ def _as_config_error(error: ValidationError) -> ConfigError:
     if isinstance(cause, ConfigError):
         return cause
     key = str(first["loc"][0]) if first["loc"] else "vtoken"
-    return ConfigError(option_name(key), first.get("input"), _ALLOWED.get(key, first["msg"].lower()))
+    return ConfigError(
+        option_name(key), first.get("input"), _ALLOWED.get(key, first["msg"].lower())
+    )

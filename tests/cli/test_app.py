@@ -109,7 +109,7 @@ def test_interrupt(cli):
     process = subprocess.Popen(
         cli.arguments("wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # Jobs that a shell puts into the background ignore it, and so would what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )  # fmt: skip
     assert process.stderr.readline() == "waiting\n"
     process.send_signal(signal.SIGINT)

@@ -161,7 +161,7 @@ def test_ctrl_c_keeps_the_points_measured_so_far(tmp_path, model_path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "VTOKEN_NO_REEXEC": "1"},
         # Jobs that a shell puts into the background ignore it, and so would what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )  # fmt: skip
     lines = []
     try:

@@ -70,9 +70,7 @@ def make_problem(
 ) -> Problem:
     """Random keys and values; every cell no live token owns holds `poison`."""
     g = torch.Generator().manual_seed(seed)
-    layout = KVLayout(
-        block_size=block_size, head_size=head_size, k_group=k_group or block_size
-    )
+    layout = KVLayout(block_size=block_size, head_size=head_size, k_group=k_group or block_size)
     rows = len(lens)
     width = max(1, max(-(-n // block_size) for n in lens)) + 1
     num_blocks = rows * width + 2
@@ -138,7 +136,9 @@ def reference(problem: Problem, *, score_queries=-1, softcap: float = 0.0):
                 x = np.tanh(x / softcap) * softcap
             p = np.exp(x - x.max(-1, keepdims=True))
             p /= p.sum(-1, keepdims=True)
-            out[starts[r] + i] = np.einsum("hgm,mhd->hgd", p, values[:seen]).reshape(query.shape[1:])
+            out[starts[r] + i] = np.einsum("hgm,mhd->hgd", p, values[:seen]).reshape(
+                query.shape[1:]
+            )
             if counts[r] < 0 or i >= n - counts[r]:
                 np.add.at(scores, slots[:seen], p.sum((0, 1)))
     return out, scores

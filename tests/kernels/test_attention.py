@@ -286,4 +286,3 @@ def test_what_cannot_run_is_refused(block_size, head_size, k_group, dtype, told)
     layout = KVLayout(block_size=block_size, head_size=head_size, k_group=k_group)
     with pytest.raises(UnsupportedError, match=told):
         check_supported(layout, dtype)
-

@@ -52,7 +52,9 @@ def test_probe_refuses_a_quantised_cache():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("isa, block_size", [("vec16", 16), ("vec16", 48), ("vec", 32), ("vec", 64)])
+@pytest.mark.parametrize(
+    "isa, block_size", [("vec16", 16), ("vec16", 48), ("vec", 32), ("vec", 64)]
+)
 def test_probe_on_the_engine(isa, block_size, dtype):
     stock = pytest.importorskip("vllm._custom_ops")
     from vllm.platforms import current_platform

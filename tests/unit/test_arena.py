@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from vtoken.core.arena import BLOCK_ARRAYS, TOKEN_ARRAYS
@@ -30,7 +32,7 @@ def test_tables_look_at_the_arena_and_at_nobody_elses_part_of_it():
     sizes = [3, 40, 700, 5, 2000, 90, 300]
     made = [add(tables, f"r{i}", n) for i, n in enumerate(sizes)]
     spans = sorted(span for t in made for span in regions(t))
-    assert all(a[1] <= b[0] for a, b in zip(spans[:-1], spans[1:], strict=True))
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
     for table, n in zip(made, sizes, strict=True):
         assert check_table(table) == [] and table.live_ids().tolist() == list(range(n))
         for name in (*TOKEN_ARRAYS, *BLOCK_ARRAYS):

@@ -36,7 +36,10 @@ def path(tmp_path):
 
 
 def write(path, *entries, head=None):
-    lines = [head or header(), *({"prompt": "aa", "nth": 0, "preemptions": 0, **e} for e in entries)]
+    lines = [
+        head or header(),
+        *({"prompt": "aa", "nth": 0, "preemptions": 0, **e} for e in entries),
+    ]
     with open(path, "w") as file:
         file.write("".join(json.dumps(x) + "\n" for x in lines))
 
@@ -155,7 +158,10 @@ def test_mode_block_size_and_a_missing_model_may_differ(path):
         ("hello\n", "line 1 is not a JSON object"),
         ("HEADER{}\n", "line 2 is not a decision"),
         ('HEADER{"prompt": "a", "nth": 0, "preemptions": 0, "length": 4}\n', "line 2 is not"),
-        ('HEADER{"prompt": "a", "nth": 0, "preemptions": 0, "length": 4, "ids": ["x"]}\n', "line 2"),
+        (
+            'HEADER{"prompt": "a", "nth": 0, "preemptions": 0, "length": 4, "ids": ["x"]}\n',
+            "line 2",
+        ),
         ('HEADER{"prompt": "a", "nth": 0, "preemptions": 0, "length": 4, "ids": 3}\n', "line 2"),
         ('HEADER{"prompt": "a"', "line 2 is not a JSON object"),
     ],

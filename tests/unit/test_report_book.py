@@ -120,7 +120,9 @@ def test_scores_of_another_kind_are_refused(recorded):
         ScoreTrace(recorded, ScoreKind.LAST)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "hello", json.dumps({"schema": "vtoken-scores/1"}) + "\n{}"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "hello", json.dumps({"schema": "vtoken-scores/1"}) + "\n{}"]
+)
 def test_damaged_score_traces_are_refused(tmp_path, text):
     path = tmp_path / "scores.jsonl"
     path.write_text(text)

@@ -45,9 +45,7 @@ def run(engine, requests, max_tokens: int = 40) -> list[FinishedRequest]:
 def prompts(count: int, length: int = 90, seed: int = 0, vocabulary: int = 500) -> dict:
     """Random prompts of several lengths, {name: token ids}; no name has a dash."""
     gen = np.random.default_rng([seed, count])
-    return {
-        f"r{i}": gen.integers(10, vocabulary, length + 11 * i).tolist() for i in range(count)
-    }
+    return {f"r{i}": gen.integers(10, vocabulary, length + 11 * i).tolist() for i in range(count)}
 
 
 def traces(engine) -> dict[str, list]:

@@ -68,7 +68,9 @@ def path(tmp_path):
 def test_replay_holds_the_same_ids_at_every_length(policy, threshold, path):
     """Recorded in naive with long chunks, replayed in vtoken with short ones."""
     common = {"policy": policy, "eviction_ratio": 0.5, "trace": True}
-    recorded = run(dry(VTokenConfig(mode="naive", record_decisions=path, **common), chunk=96), prompts())
+    recorded = run(
+        dry(VTokenConfig(mode="naive", record_decisions=path, **common), chunk=96), prompts()
+    )
     again = VTokenConfig(replay_decisions=path, fragmentation_threshold=threshold, **common)
     engine = dry(again, chunk=40)
     assert run(engine, prompts()) == recorded

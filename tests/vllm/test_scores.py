@@ -130,9 +130,7 @@ def test_h2o_on_smollm2(score_queries, hf_model, record_property):
         policy="h2o", eviction_ratio=0.5, score_queries=score_queries, trace=True,
         eviction_interval_tokens=8,
     )  # fmt: skip
-    engine = engine_for(
-        config, model="smollm2-135m", num_kv_blocks=100, max_num_batched_tokens=96
-    )
+    engine = engine_for(config, model="smollm2-135m", num_kv_blocks=100, max_num_batched_tokens=96)
     corpus = TextCorpus(engine.tokenizer, shipped_texts())
     texts = {f"r{i}": corpus.cut(7 * i, 60 + 40 * i) for i in range(3)}
     done = run(engine, texts, max_tokens=96)

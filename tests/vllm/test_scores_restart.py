@@ -41,9 +41,7 @@ def check(engine, model, config, done, names) -> int:
 @pytest.mark.parametrize("policy", ["h2o", "knorm"])
 def test_tokens_from_the_prefix_cache(policy, hf_model):
     """A request takes its prefix from earlier ones; what they attended to does not count."""
-    config = VTokenConfig(
-        policy=policy, eviction_ratio=0.4, eviction_interval_tokens=6, trace=True
-    )
+    config = VTokenConfig(policy=policy, eviction_ratio=0.4, eviction_interval_tokens=6, trace=True)
     engine = engine_for(config, **SETTINGS)
     prompt = prompts(1, length=95)["r0"]
     run(engine, {"first": prompt}, max_tokens=1)

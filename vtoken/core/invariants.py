@@ -53,10 +53,8 @@ def check_conservation(table: RequestTable, null_block: int = 0) -> list[str]:
     tail = table.num_blocks * table.block_size - table.num_physical_tokens
     holes = len(table.holes)
     if live + holes + tail != owned_slots:
-        return [
-            f"{table.req_id}: {live} live + {holes} holes + {tail} tail slots are not "
-            f"{owned_slots} owned slots"
-        ]
+        counted = f"{live} live + {holes} holes + {tail} tail slots"
+        return [f"{table.req_id}: {counted} are not {owned_slots} owned slots"]
     return []
 
 
@@ -92,7 +90,9 @@ def check_release(num_blocks_before: int, num_blocks_after: int, num_moves: int)
     return []
 
 
-def check_step_plan(plan: StepPlan, num_slots: int, shared_blocks: set[int], block_size: int) -> list[str]:
+def check_step_plan(
+    plan: StepPlan, num_slots: int, shared_blocks: set[int], block_size: int
+) -> list[str]:
     """I4: no slot is written twice or read by one request and written by another; none is shared.
 
     Args:
@@ -132,8 +132,8 @@ def check_packed(table: RequestTable) -> list[str]:
 def check_table(table: RequestTable) -> list[str]:
     """All checks that need only the table."""
     if table.num_physical_tokens > table.num_blocks * table.block_size:
+        used, needed = table.num_physical_tokens, cdiv(table.num_physical_tokens, table.block_size)
         return [
-            f"{table.req_id}: {table.num_physical_tokens} slots in use, "
-            f"{cdiv(table.num_physical_tokens, table.block_size)} blocks needed, {table.num_blocks} owned"
+            f"{table.req_id}: {used} slots in use, {needed} blocks needed, {table.num_blocks} owned"
         ]
     return check_unique_mapping(table) + check_conservation(table) + check_packed(table)

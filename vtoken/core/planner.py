@@ -4,7 +4,8 @@ One `RequestState` per running request. `RequestPlanner` has three steps, called
 every scheduler step, and touches nothing but the token table:
 
     decide    head of the step: policy -> ids to evict (nothing changes yet)
-    execute   when the request gets its slots: marks them dead, says which blocks go back
+    execute   head of the step, for prompts when they get their slots: marks them dead, says which
+              blocks go back
     finalize  when the number of scheduled tokens is final: places the survivors, describes the
               change for the workers
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from vtoken.core.events import Counters, TraceEntry
 from vtoken.core.invariants import check_pool, check_row, check_table
@@ -127,7 +128,7 @@ class StepEngine(ABC):
             wrong.append(f"{self.hooks.admission.num_claimed} blocks are still reserved for nobody")
         return wrong
 
-    def __enter__(self) -> StepEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:

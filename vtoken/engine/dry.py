@@ -124,9 +124,7 @@ class DryEngine(StepEngine):
         if self._fast is not None:
             self._fast.note_added()
 
-    def step(
-        self, max_steps: int | None = None
-    ) -> tuple[dict[str, int], list[FinishedRequest]]:
+    def step(self, max_steps: int | None = None) -> tuple[dict[str, int], list[FinishedRequest]]:
         """Run one step, or with `fast_forward` up to `max_steps` at once (None: no limit).
 
         `bulk_listeners` are told of stretches; they are not seen in `scheduler.schedule`.

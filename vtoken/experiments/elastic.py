@@ -153,7 +153,7 @@ def compare(settings: ElasticSettings) -> list[dict[str, object]]:
 def _compare_at(
     count: int, native: Side, vtoken: Side, settings: ElasticSettings
 ) -> dict[str, object]:
-    ratios, runs = [], {native: [], vtoken: []}
+    ratios, same, runs = [], [], {native: [], vtoken: []}
     for pair in range(settings.pairs + 1):
         order = (native, vtoken) if pair % 2 else (vtoken, native)
         now = {side: side.run(count, pair) for side in order}
@@ -162,9 +162,10 @@ def _compare_at(
         for side, run in now.items():
             runs[side].append(run)
         ratios.append(now[vtoken].output_throughput / now[native].output_throughput)
-        print(f"{count} requests, pair {pair}: {ratios[-1]:.3f}", file=sys.stderr)
+        same.append(now[native].tokens == now[vtoken].tokens)
+        which = "the same" if same[-1] else "other"
+        print(f"{count} requests, pair {pair}: {ratios[-1]:.3f}, {which} tokens", file=sys.stderr)
     median, low, high = median_with_interval(ratios)
-    same = [a.tokens == b.tokens for a, b in zip(runs[native], runs[vtoken], strict=True)]
     return {
         "concurrency": count,
         "pairs": settings.pairs,

@@ -206,7 +206,9 @@ def _shared_pool() -> int | None:
     libraries: list[str | None] = [None]  # global scope first: a preloaded runtime wins there
     try:
         maps = Path("/proc/self/maps").read_text()
-        libraries += re.findall(r"(\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$", maps, re.MULTILINE)
+        libraries += re.findall(
+            r"(\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$", maps, re.MULTILINE
+        )
     except OSError:
         pass
     for name in dict.fromkeys(libraries):

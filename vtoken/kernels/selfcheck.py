@@ -45,9 +45,7 @@ def _results(kernels: Kernels, dtype: torch.dtype):
             live_mask=live,
             score_queries=2,
         )
-        k.attention(
-            plan, query, kv, out, layout=layout, scale=0.2, softcap=3.0, step_scores=scores
-        )
+        k.attention(plan, query, kv, out, layout=layout, scale=0.2, softcap=3.0, step_scores=scores)
         moved = kv.clone()
         k.move([moved], torch.arange(40), torch.arange(8, 48), layout=layout)
         norms = torch.zeros(480)

@@ -88,10 +88,14 @@ def check_version(found: str) -> None:
         UnsupportedError: names the version found and the tested range.
     """
     parts = found.split("+")[0].split(".")
-    if not (len(parts) >= 2 and parts[0].isdigit() and parts[1].isdigit()) or (
-        int(parts[0]),
-        int(parts[1]),
-    ) != TESTED:
+    if (
+        not (len(parts) >= 2 and parts[0].isdigit() and parts[1].isdigit())
+        or (
+            int(parts[0]),
+            int(parts[1]),
+        )
+        != TESTED
+    ):
         raise UnsupportedError(
             "vllm", found, f"vToken works with vLLM {TESTED_TEXT}: it hooks into engine internals "
             "that change between minor versions"

@@ -63,7 +63,7 @@ def probe(layer) -> vtoken_kernels.KVLayout:
 class StepWork:
     """What the layers' forwards do in one step, prepared once for all layers."""
 
-    __slots__ = ("plan", "rows", "score_plan", "score_rows", "replaces_stock")
+    __slots__ = ("plan", "replaces_stock", "rows", "score_plan", "score_rows")
 
     def __init__(self) -> None:
         self.plan = None  # gives output (and scores where counted)

@@ -9,8 +9,8 @@ Called in this order in every step (DESIGN section 4):
     forget         request finished, aborted or preempted
 
 The work is in its parts: who is due and what goes (`choosing`), carrying it out (`eviction`),
-whose scores are asked for (`asking`), blocks of several requests (`sharing`), shortage
-(`pressure`), files (`run_log`).
+whose scores are asked for (`asking`), blocks of several requests (`sharing`), who is let in
+(`admission`), shortage (`pressure`), files (`run_log`).
 """
 
 from __future__ import annotations

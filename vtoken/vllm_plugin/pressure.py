@@ -1,10 +1,9 @@
-"""Memory pressure: who is admitted, how long chunks may be, and who shrinks when room runs out.
+"""Memory pressure: how long chunks may be, and who shrinks when room runs out.
 
 `PressureControl` belongs to SchedulerHooks. The decisions are in vtoken.core.pressure; here they
 meet vLLM's requests and blocks.
 
-* Admission: a request is admitted when its projected peak fits beside everybody else's, so that
-  nobody admitted is preempted by growth. Peaks and headroom come out of the one pool.
+* Who is let in at all is for `admission` to say; headroom comes out of the same pool.
 * Chunks: a prompt's chunk is cut to the room there is, so that eviction between chunks lets a
   prompt many times the budget run in a pool that could not hold it.
 * Pressure (`evict_when: pressure`): at the head of a step, while blocks would run short, requests

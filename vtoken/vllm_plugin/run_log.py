@@ -1,7 +1,7 @@
 """What a run writes down, and what it follows: the side of the files that the hooks call.
 
-    RunLog.open(...)   None unless one of --record-decisions, --replay-decisions, --record-scores
-                       is given, so that a run without them pays nothing
+RunLog.open(...)   None unless one of --record-decisions, --replay-decisions, --record-scores
+                   is given, so that a run without them pays nothing
 """
 
 from __future__ import annotations

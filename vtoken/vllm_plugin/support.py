@@ -22,8 +22,10 @@ _REFUSED = [
     ),
     (
         "decode or prefill context parallelism",
-        lambda c: c.parallel_config.decode_context_parallel_size > 1
-        or c.parallel_config.prefill_context_parallel_size > 1,
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1
+            or c.parallel_config.prefill_context_parallel_size > 1
+        ),
         "a block's tokens are spread over ranks there",
     ),
     (
@@ -49,7 +51,9 @@ _REFUSED = [
 ]
 
 
-def check_config_supported(vllm_config, config: VTokenConfig, block_size: int | None = None) -> None:
+def check_config_supported(
+    vllm_config, config: VTokenConfig, block_size: int | None = None
+) -> None:
     """Refuse what the hooks cannot serve.
 
     Raises:
