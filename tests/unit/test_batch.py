@@ -61,7 +61,7 @@ class Side:
         if self.together:
             counts = np.array([len(v) for v in victims])
             event = execute_batch(states, np.concatenate(victims), counts, expected, self.counters)
-            released, last = event.rows.gone, event.rows.last
+            released, last = event.eviction.gone_lists(), event.eviction.last.tolist()
             rewritten = [[] for _ in due]
             for i, pos in zip(*event.rewritten(), strict=True):
                 rewritten[i].append(pos)
@@ -175,8 +175,8 @@ def test_requests_that_left_do_not_change_the_others(seed):
     event = execute_batch(many.states, np.concatenate(victims), counts, 1, many.counters)
     event = event.only(stays)
     for e in due:
-        i = due.index(e)
-        row, gone, last = many.rows[e], event.rows.gone[i], event.rows.last[i]
+        i, eviction = due.index(e), event.eviction
+        row, gone, last = many.rows[e], eviction.gone_lists()[i], int(eviction.last[i])
         many.rows[e] = [b for p, b in enumerate(row) if p not in {*gone, last}] + [row[last]]
     many._allocate_new(due, [1] * len(due))
     batch = finalize_batch(
@@ -216,11 +216,7 @@ def test_evict_many_names_what_evict_names(seed, name, recent):
             gone = expected[: max(0, len(expected) - int(rng.integers(0, 2)))]
             if len(gone):
                 for side in sides:
-                    table = side.states[e].table
-                    if side.together and rng.random() < 0.5:
-                        Tables([table]).evict(gone, np.array([len(gone)]))
-                    else:
-                        table.evict(gone)
+                    side.states[e].table.evict(gone)
         growth = rng.integers(0, 9, 4).tolist()
         for side in sides:
             for state, g in zip(side.states, growth, strict=True):
@@ -289,11 +285,7 @@ def test_ids_by_rank_and_random_draws_are_those_of_a_list(seed, together):
             expected = policy.evict(RequestView(live_ids=live, **common))
             found = policy.evict(RequestView(live_ids=live, ranked=table.ranked, **common))
             assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
-            victims = np.sort(found)[: len(live) - 1]
-            if len(victims) and rng.random() < 0.5:
-                Tables([table]).evict(victims, np.array([len(victims)]))
-            else:
-                table.evict(victims)
+            table.evict(np.sort(found)[: len(live) - 1])
         side.grow(rng.integers(0, 90, 2).tolist())
 
 
@@ -313,5 +305,4 @@ def test_a_long_context_loses_the_same_ids_either_way(monkeypatch):
             side.step([0], [victims], [1], 1)
             side.grow([15])
             lost[threshold].append(victims.tolist())
-        assert (state.table.live_index is None) == (threshold > 0)
     assert lost[0] == lost[10**9] and len(lost[0][0]) == 40

@@ -1,278 +1,230 @@
 """What one step does to the tables of many requests, done for all of them at once.
 
 The same as `RequestPlanner.execute` and `finalize` do for one request whose holes are all filled
-in the same step, which is the steady state of decoding under a budget: a fixed number of numpy
-calls, however many requests are due. tests/unit/test_batch.py holds the two against each other.
+in the same step, which is the steady state of decoding under a budget. `BatchOps` is the seam:
+`vtoken.core.batch_numpy` does it with numpy calls, whoever may import more can hand an arena a
+compiled form (`vtoken.kernels.tables`). tests/unit/test_batch.py holds them all against each other.
 
-Shape legend: E requests, B blocks of the longest row, N block size (tokens), K tokens over all
-requests. A ragged array holds its parts one after another; `owner[k]` is the request of entry k.
+Shape legend: E requests, N block size (tokens), K tokens over all requests. A ragged array holds
+its parts one after another; `owner[k]` is the request of entry k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from vtoken.core.table import ONE, RequestTable
-
-_counting = np.arange(0)
-_FULL = np.iinfo(np.int64).max  # beyond every position
-
-
-def arange(size: int) -> np.ndarray:
-    """int64[size], 0, 1, 2, ...: a view that nobody may write into."""
-    global _counting
-    if size > len(_counting):
-        _counting = np.arange(2 * size)
-        _counting.flags.writeable = False
-    return _counting[:size]
-
-
-def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(owner, index within its part) of every entry of a ragged array, int64[K] each."""
-    ends = counts.cumsum()
-    total = int(ends[-1]) if len(ends) else 0
-    owner = arange(len(counts)).repeat(counts)
-    return owner, arange(total) - (ends - counts).repeat(counts)
+from vtoken.core.arena import COLUMN
+from vtoken.core.table import RequestTable
 
 
 class Tables:
-    """The tables of E requests of one arena, and where their regions are; E > 0."""
+    """The tables of E requests of one arena; E > 0.
+
+    Attributes:
+        rows: int64[E], their rows of the arena's numbers.
+    """
+
+    __slots__ = ("arena", "block_size", "rows", "tables")
 
     def __init__(self, tables: Sequence[RequestTable]) -> None:
         self.tables, self.arena = tables, tables[0].arena
         self.block_size = self.arena.block_size
-        self.find_regions()
+        self.rows = np.array([t.number_row for t in tables])
 
-    def find_regions(self) -> None:
-        """Read the regions' starts again, after a table may have outgrown its own."""
-        self.tokens = np.array([t.token_base for t in self.tables])
-        self.blocks = np.array([t.block_base for t in self.tables])
+    def __len__(self) -> int:
+        return len(self.tables)
 
-    # ---- growth ----------------------------------------------------------------------------
+    def number(self, name: str) -> np.ndarray:
+        """int64[E], a copy of one of `arena.NUMBERS`."""
+        return self.arena.numbers[self.rows, COLUMN[name]]
+
+    def add(self, name: str, change: np.ndarray | int) -> None:
+        """Add int64[E] to one of `arena.NUMBERS`."""
+        self.arena.numbers[self.rows, COLUMN[name]] += change
+
+    # What the arena's ops do, for those who need no more than one of them.
 
     def sync(self, new_block_ids: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        """Register blocks and tokens that were appended; as `RequestTable.sync`."""
-        handles: list[int] = []
-        positions: list[int] = []
-        block_ids: list[int] = []
-        counts: list[int] = []
-        for table, new, length in zip(self.tables, new_block_ids, lengths, strict=True):
-            first = table.num_blocks
-            table.make_room(first + len(new), length)
-            if new:
-                handles += [table.take_handle() for _ in new]
-                positions += range(first, first + len(new))
-                block_ids += new
-                table.num_blocks = first + len(new)
-            counts.append(len(new))
-        self.find_regions()
-        if handles:
-            base = np.repeat(self.blocks, counts)
-            rows, at = base + positions, base + handles
-            arena = self.arena
-            arena.row[rows], arena.pos_of[at] = handles, positions
-            arena.block_id[at], arena.live_in[at] = block_ids, 0
-        self._append(np.array(lengths))
-
-    def _append(self, lengths: np.ndarray) -> None:
-        tables, arena, N = self.tables, self.arena, self.block_size
-        first_id = np.array([t.num_computed_tokens for t in tables])
-        first = np.array([t.num_physical_tokens for t in tables])
-        lengths = np.maximum(lengths, first_id)
-        counts = lengths - first_id
-        owner, within = ragged(counts)
-        physical, ids = first[owner] + within, first_id[owner] + within
-        base = self.blocks[owner]
-        handle = arena.row[base + physical // N]
-        assert (handle >= 0).all(), "a token is appended where the row has no block"
-        at, offset = base + handle, physical % N
-        arena.index_of[self.tokens[owner] + ids] = handle * N + offset
-        arena.id_at[at * N + offset] = ids
-        np.add.at(arena.live_in, at, ONE)
-        for table, length, count in zip(tables, lengths.tolist(), counts.tolist(), strict=True):
-            assert table.num_physical_tokens + count <= table.num_blocks * N, table.req_id
-            table.num_computed_tokens = length
-            table.num_physical_tokens += count
-            table.num_live_tokens += count
-
-    # ---- eviction --------------------------------------------------------------------------
+        self.arena.ops.sync(self, new_block_ids, lengths)
 
     def oldest(self, counts: np.ndarray, first_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `RequestTable.oldest`.
+        return self.arena.ops.oldest(self, counts, first_ids)
 
-        Args:
-            counts, first_ids: int[E].
+    def count_below(self, bounds: np.ndarray) -> np.ndarray:
+        return self.arena.ops.count_below(self, bounds)
 
-        Returns:
-            (ids int64[K], counts int64[E]): as many as there are.
-        """
-        tables, firsts = self.tables, first_ids.tolist()
-        start = np.array([t.dead_run_end(f) for t, f in zip(tables, firsts, strict=True)])
-        length = np.array([t.num_computed_tokens for t in tables])
-        counts = np.maximum(counts, 0)
-        owner, within = ragged(np.minimum(counts, np.maximum(length - start, 0)))
-        ids = start[owner] + within
-        dead = self.arena.index_of[self.tokens[owner] + ids] < 0
-        slow = start + counts > length
-        slow[owner[dead]] = True
-        if not slow.any():
-            return ids, counts
-        parts = [
-            tables[e].oldest(int(counts[e]), firsts[e])
-            if slow[e]
-            else np.arange(start[e], start[e] + counts[e])
-            for e in range(len(tables))
-        ]
-        return np.concatenate(parts).astype(np.int64), np.array([len(p) for p in parts])
-
-    def evict(self, ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mark live ids dead, ascending within each request; every request loses some.
-
-        Returns:
-            (local slots that became holes int32[K], owner int64[K]).
-        """
-        arena, N = self.arena, self.block_size
-        owner = arange(len(counts)).repeat(counts)
-        at = self.tokens[owner] + ids
-        local = arena.index_of[at]
-        assert (local >= 0).all(), "evicting a token that is not live"
-        arena.index_of[at] = -1
-        base = self.blocks[owner]
-        arena.id_at[base * N + local] = -1
-        np.subtract.at(arena.live_in, base + local // N, ONE)
-        ends, at = counts.cumsum(), 0
-        runs = zip(
-            ids[ends - counts].tolist(), ids[ends - 1].tolist(), counts.tolist(), strict=True
-        )
-        for table, (first, last, count) in zip(self.tables, runs, strict=True):
-            table.num_live_tokens -= count
-            if last - first + 1 == count:
-                table.extend_dead_run(first, last + 1)
-            if table.live_index is not None:
-                table.live_index.evicted.append(ids[at : at + count])
-            at += count
-        return local, owner
+    def at_ranks(self, ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        return self.arena.ops.at_ranks(self, ranks, counts)
 
 
 @dataclass(slots=True)
-class Rows:
-    """Which blocks of E rows stay; the rows themselves are still as they were.
+class Eviction:
+    """What an eviction leaves in E rows that were packed; the rows themselves are as they were.
 
     Attributes:
-        num_blocks, num_keep: int64[E].
-        gone: old positions that go, ascending, by request.
-        last: old positions of the new rows' last blocks; the others that stay keep their order.
-        cuts: old positions that leave their place, ascending: `gone`, and `last` where a block
-            in front of it goes to the end.
-        kept: int32, ragged with `num_keep`: the old position at each new one.
-        start: where each request's part of `kept` begins.
-        changed: bool[E], rows that are not as they were.
+        num_blocks, num_keep: int64[E], blocks of the row, and of the new one.
+        gone: int32, ragged with `num_blocks - num_keep`: row positions that go, ascending.
+        last: int64[E], old position of the new row's last block; the others that stay keep their
+            order.
+        holes: int32[K], local slots of the victims, ragged with `counts`: int64[E].
     """
 
     num_blocks: np.ndarray
     num_keep: np.ndarray
-    gone: list[list[int]]
-    last: list[int]
-    cuts: list[list[int]]
-    kept: np.ndarray
-    start: list[int]
-    changed: np.ndarray
+    gone: np.ndarray
+    last: np.ndarray
+    holes: np.ndarray
+    counts: np.ndarray
 
-    def only(self, stays: np.ndarray) -> Rows:
-        """The rows of some requests: bool[E]."""
-        some = np.flatnonzero(stays).tolist()
-        gone, last = [self.gone[e] for e in some], [self.last[e] for e in some]
-        return _make_rows(self.num_blocks[stays], self.num_keep[stays], gone, last)
+    def only(self, stays: np.ndarray) -> Eviction:
+        """The part of some requests: bool[E]."""
+        num_gone = self.num_blocks - self.num_keep
+        return Eviction(
+            self.num_blocks[stays], self.num_keep[stays], self.gone[stays.repeat(num_gone)],
+            self.last[stays], self.holes[stays.repeat(self.counts)], self.counts[stays],
+        )  # fmt: skip
 
-    def kept_of(self, e: int) -> np.ndarray:
-        """int32[num_keep[e]], a view."""
-        start = self.start[e]
-        return self.kept[start : start + int(self.num_keep[e])]
-
-    def new_positions(self, owner: np.ndarray, old: np.ndarray) -> np.ndarray:
-        """New position of each old one of a request; -1 where the block goes."""
-        last = np.array(self.last)[owner]
-        new = np.where(old == last, self.num_keep[owner] - 1, old - (old > last))
-        most = max(len(g) for g in self.gone)
-        for k in range(most):
-            removed = np.array([g[k] if k < len(g) else _FULL for g in self.gone])[owner]
-            new -= (removed < old) & (old != last)
-            new[removed == old] = -1
-        return new
+    def gone_lists(self) -> list[list[int]]:
+        """`gone`, by request."""
+        gone, parts, first = self.gone.tolist(), [], 0
+        for count in (self.num_blocks - self.num_keep).tolist():
+            parts.append(gone[first : first + count])
+            first += count
+        return parts
 
 
-def _make_rows(num_blocks, num_keep, gone: list[list[int]], last: list[int]) -> Rows:
-    ends = num_keep.cumsum()
-    start = (ends - num_keep).tolist()
-    kept, places = np.empty(int(ends[-1]), np.int32), arange(int(num_blocks.max()))
-    changed = num_keep < num_blocks
-    sizes, all_cuts = num_blocks.tolist(), []
-    for e, (removed, final) in enumerate(zip(gone, last, strict=True)):
-        at, first = start[e], 0
-        cuts = removed
-        if final != sizes[e] - 1:
-            cuts = sorted((*removed, final))
-            changed[e] = True
-        all_cuts.append(cuts)
-        for cut in (*cuts, sizes[e]):  # what lies between blocks that leave their place
-            kept[at : at + cut - first] = places[first:cut]
-            at, first = at + cut - first, cut + 1
-        if cuts is not removed:
-            kept[at] = final
-    return Rows(num_blocks, num_keep, gone, last, all_cuts, kept, start, changed)
+@dataclass(slots=True)
+class Packed:
+    """What packing did, for the step's plan.
 
-
-def choose_rows(
-    batch: Tables, num_keep: np.ndarray, holes: np.ndarray, hole_owner: np.ndarray
-) -> Rows:
-    """Choose the blocks to keep so that the fewest tokens move; as `reclaim.choose_kept`.
-
-    Before the eviction every block was full but for the tail. So those that go, and the emptiest,
-    are among those that lost a token and the tail: the cost does not grow with the row.
-
-    Args:
-        num_keep: int64[E], at most the blocks of the row, at least one.
-        holes, hole_owner: local slots of the dead tokens.
+    Attributes:
+        new_token_index: int32[E], as in StepPlan.
+        num_appended: int64[E], new tokens that are still to be appended at the packed end.
+        num_reused: new tokens that took a hole inside the layout.
+        rewrites_row: bool[E], rows that are not as they were.
+        row_kept: int32, the old position at each new one, of the rows that are rewritten; ragged
+            with `row_counts` int64[E], 0 for the others.
+        source, destination: int64[M], vLLM slots, ragged with `move_counts` int64[E].
     """
-    arena, N = batch.arena, batch.block_size
-    num_blocks = np.array([t.num_blocks for t in batch.tables])
-    full = np.array([t.num_physical_tokens for t in batch.tables]) // N
-    at = batch.blocks[hole_owner] + holes // N
-    tail_owner, within = ragged(num_blocks - full)
-    tail = full[tail_owner] + within
-    tail_at = batch.blocks[tail_owner] + arena.row[batch.blocks[tail_owner] + tail]
-    owner = np.concatenate([hole_owner, tail_owner])
-    pos = np.concatenate([arena.pos_of[at], tail])
-    live = arena.live_in[np.concatenate([at, tail_at])]
-    # Larger is fuller; ties go to the later block.
-    B = int(num_blocks.max())
-    key = np.sort((owner * (N + 1) + live) * B + pos)
-    key = key[np.append(True, key[1:] != key[:-1])] if len(key) else key
-    owner, pos = key // ((N + 1) * B), key % B
-    counts = np.bincount(owner, minlength=len(num_blocks)).tolist()
-    pos, key = pos.tolist(), (key // B).tolist()
-    gone, last, first = [], [], 0
-    sizes = zip(num_blocks.tolist(), num_keep.tolist(), counts, strict=True)
-    for size, keep, count in sizes:
-        end, num_gone = first + count, size - keep
-        assert num_gone <= count, "a row was not packed before the eviction"
-        gone.append(sorted(pos[first : first + num_gone]))
-        first += num_gone
-        # The emptiest goes last. Equally empty: the one at the end stays there.
-        if first < end:
-            last.append(_last_of_emptiest(pos, key, first, end))
-        else:  # all that stay are full
-            last.append(max(set(range(size - num_gone - 1, size)).difference(gone[-1])))
-        first = end
-    return _make_rows(num_blocks, num_keep, gone, last)
+
+    new_token_index: np.ndarray
+    num_appended: np.ndarray
+    num_reused: int
+    rewrites_row: np.ndarray
+    row_counts: np.ndarray
+    row_kept: np.ndarray
+    source: np.ndarray
+    destination: np.ndarray
+    move_counts: np.ndarray
 
 
-def _last_of_emptiest(pos: list[int], fullness: list[int], first: int, end: int) -> int:
-    """The greatest position among those as empty as the first; both ascend together."""
-    i = first
-    while i + 1 < end and fullness[i + 1] == fullness[first]:
-        i += 1
-    return pos[i]
+class ScoredIds(NamedTuple):
+    """One request's scores, in no order: entries start .. start + count - 1 of each array.
+
+    Attributes:
+        ids: int32, logical ids, -1 for a hole. scores: float32, NaN for none.
+    """
+
+    ids: np.ndarray
+    ids_start: int
+    scores: np.ndarray
+    scores_start: int
+    count: int
+
+
+class BatchOps(Protocol):
+    """What is done to E tables of one arena at once. All give the same results, to the byte."""
+
+    name: str
+
+    def sync(
+        self, batch: Tables, new_block_ids: Sequence[Sequence[int]], lengths: Sequence[int]
+    ) -> None:
+        """Register blocks and tokens that were appended; as `RequestTable.sync`."""
+
+    def oldest(
+        self, batch: Tables, counts: np.ndarray, first_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The lowest live ids; as `RequestTable.oldest`.
+
+        Args:
+            counts, first_ids: int64[E].
+
+        Returns:
+            (ids int64[K], counts int64[E]): as many as there are.
+        """
+
+    def count_below(self, batch: Tables, bounds: np.ndarray) -> np.ndarray:
+        """int64[E], live ids below int64[E]; as `LiveIndex.count_below`."""
+
+    def at_ranks(self, batch: Tables, ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """int64[K], ascending by request: the live ids with these ranks; as `LiveIndex.at`.
+
+        Args:
+            ranks: int64[K] in any order, ragged with `counts` int64[E].
+        """
+
+    def lowest_scored(
+        self,
+        batch: Tables,
+        scored: Sequence[ScoredIds],
+        first_ids: np.ndarray,
+        end_ids: np.ndarray,
+        counts: np.ndarray,
+        sign: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The live ids with the lowest `sign` * score; as `Policy.lowest_scored`.
+
+        Args:
+            first_ids, end_ids: int64[E], half-open range of ids that may be named.
+            counts: int64[E], how many, at most.
+
+        Returns:
+            (ids int64[K] ascending by request, counts int64[E]).
+        """
+
+    def draw(
+        self, entropy: np.ndarray, num_candidates: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        """int64[K], ranks drawn without replacement; as `RequestView.rng().choice`.
+
+        Args:
+            entropy: int64[E, 3], what the generators are seeded with.
+            num_candidates, counts: int64[E], draw counts[e] of range(num_candidates[e]).
+        """
+
+    def execute(
+        self, batch: Tables, ids: np.ndarray, counts: np.ndarray, num_new: int
+    ) -> Eviction:
+        """Mark live ids dead and choose the blocks to keep, so that the fewest tokens move.
+
+        As `RequestTable.evict` and `reclaim.choose_kept`. Before the eviction every block is full
+        but for the tail, so those that go are among those that lost a token, and the tail: the
+        cost does not grow with the row.
+
+        Args:
+            batch: packed, `sync`ed.
+            ids: int[K], ascending by request, ragged with `counts` int64[E], at least one each.
+            num_new: tokens about to be scheduled; blocks for them are kept.
+        """
+
+    def pack(self, batch: Tables, eviction: Eviction, num_new: np.ndarray) -> Packed:
+        """Move what lies outside the packed prefix into the holes; one new token takes a hole.
+
+        As `reclaim.place_packed` and what `RequestPlanner` does with it.
+
+        Args:
+            eviction: what `execute` said of the same tables, untouched since.
+            num_new: int64[E], tokens scheduled in this step.
+        """
+
+    def ids_by_index(self, batch: Tables) -> tuple[np.ndarray, list[int]]:
+        """As `RequestTable.ids_by_physical_index`.
+
+        Returns:
+            (ids int32[K], E + 1 starts): ragged with the physical lengths.
+        """

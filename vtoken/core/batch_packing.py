@@ -9,45 +9,101 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtoken.core.batch import Rows, Tables, arange, ragged
+from vtoken.core.arena import CHUNK_TOKENS
+from vtoken.core.batch import Eviction, Packed, Tables
 from vtoken.core.table import NO_SLOTS, ONE
 
 _GONE = 1 << 60
+_FULL = np.iinfo(np.int64).max  # beyond every position
+_counting = np.arange(0)
+
+
+def arange(size: int) -> np.ndarray:
+    """int64[size], 0, 1, 2, ...: a view that nobody may write into."""
+    global _counting
+    if size > len(_counting):
+        _counting = np.arange(2 * size)
+        _counting.flags.writeable = False
+    return _counting[:size]
+
+
+def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(owner, index within its part) of every entry of a ragged array, int64[K] each."""
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    owner = arange(len(counts)).repeat(counts)
+    return owner, arange(total) - (ends - counts).repeat(counts)
 
 
 @dataclass(slots=True)
-class Packed:
-    """What packing did, for the step's plan.
+class Rows:
+    """Which blocks of E rows stay.
 
     Attributes:
-        source, destination: int64[M], vLLM slots; move_counts: int64[E].
-        new_token_index: int64[E], as in StepPlan.
-        num_appended: int64[E], new tokens that are still to be appended at the packed end.
-        num_reused: new tokens that took a hole inside the layout.
+        num_blocks, num_keep: int64[E].
+        gone, last: as in Eviction, by request.
+        cuts: old positions that leave their place, ascending: `gone`, and `last` where a block
+            in front of it goes to the end.
+        kept: int32, ragged with `num_keep`: the old position at each new one.
+        start: where each request's part of `kept` begins.
+        changed: bool[E], rows that are not as they were.
     """
 
-    source: np.ndarray
-    destination: np.ndarray
-    move_counts: np.ndarray
-    new_token_index: np.ndarray
-    num_appended: np.ndarray
-    num_reused: int
+    num_blocks: np.ndarray
+    num_keep: np.ndarray
+    gone: list[list[int]]
+    last: list[int]
+    cuts: list[list[int]]
+    kept: np.ndarray
+    start: list[int]
+    changed: np.ndarray
+
+    def kept_of(self, e: int) -> np.ndarray:
+        """int32[num_keep[e]], a view."""
+        start = self.start[e]
+        return self.kept[start : start + int(self.num_keep[e])]
+
+    def new_positions(self, owner: np.ndarray, old: np.ndarray) -> np.ndarray:
+        """New position of each old one of a request; -1 where the block goes."""
+        last = np.array(self.last)[owner]
+        new = np.where(old == last, self.num_keep[owner] - 1, old - (old > last))
+        most = max(len(g) for g in self.gone)
+        for k in range(most):
+            removed = np.array([g[k] if k < len(g) else _FULL for g in self.gone])[owner]
+            new -= (removed < old) & (old != last)
+            new[removed == old] = -1
+        return new
 
 
-def pack(
-    batch: Tables, rows: Rows, holes: np.ndarray, hole_owner: np.ndarray, num_new: np.ndarray
-) -> Packed:
-    """Move what lies outside the packed prefix into the holes; one new token takes a hole.
+def make_rows(eviction: Eviction) -> Rows:
+    """Spell out the new rows of an eviction."""
+    num_blocks, num_keep = eviction.num_blocks, eviction.num_keep
+    gone, last = eviction.gone_lists(), eviction.last.tolist()
+    ends = num_keep.cumsum()
+    start = (ends - num_keep).tolist()
+    kept, places = np.empty(int(ends[-1]), np.int32), arange(int(num_blocks.max()))
+    changed = num_keep < num_blocks
+    sizes, all_cuts = num_blocks.tolist(), []
+    for e, (removed, final) in enumerate(zip(gone, last, strict=True)):
+        at, first = start[e], 0
+        cuts = removed
+        if final != sizes[e] - 1:
+            cuts = sorted((*removed, final))
+            changed[e] = True
+        all_cuts.append(cuts)
+        for cut in (*cuts, sizes[e]):  # what lies between blocks that leave their place
+            kept[at : at + cut - first] = places[first:cut]
+            at, first = at + cut - first, cut + 1
+        if cuts is not removed:
+            kept[at] = final
+    return Rows(num_blocks, num_keep, gone, last, all_cuts, kept, start, changed)
 
-    As `reclaim.place_packed` and what `RequestPlanner` does with it. The tables are as `evict`
-    left them, the rows as they were.
 
-    Args:
-        holes, hole_owner: local slots of the dead tokens below the physical lengths.
-        num_new: int64[E], tokens scheduled in this step.
-    """
-    N, E = batch.block_size, len(batch.tables)
-    live = np.array([t.num_live_tokens for t in batch.tables])
+def pack(batch: Tables, eviction: Eviction, num_new: np.ndarray) -> Packed:
+    """Move what lies outside the packed prefix into the holes; see `BatchOps.pack`."""
+    N, E, rows = batch.block_size, len(batch), make_rows(eviction)
+    holes, hole_owner = eviction.holes, arange(E).repeat(eviction.counts)
+    live = batch.number("num_live_tokens")
     takes_hole = num_new == 1
     end = live + takes_hole  # the packed end
     capacity = rows.num_keep * N
@@ -64,20 +120,24 @@ def pack(
 
     slots = _move(batch, source, dead[stays], source_owner)
     _set_rows(batch, rows)
-    new_token_index = np.full(E, -1, np.int64)
+    new_token_index = np.full(E, -1, np.int32)
     num_reused = _reuse(batch, np.flatnonzero(reuses), dead[taken], new_token_index)
-    return Packed(*slots, move_counts, new_token_index, num_new - reuses, num_reused)
+    kept = rows.kept if rows.changed.all() else rows.kept[rows.changed.repeat(rows.num_keep)]
+    return Packed(
+        new_token_index, num_new - reuses, num_reused, rows.changed,
+        np.where(rows.changed, rows.num_keep, 0), kept, *slots, move_counts,
+    )  # fmt: skip
 
 
 def _dead_inside(batch, rows: Rows, holes, hole_owner, in_row):
     """Dead local slots below the packed end, by request and new index: (slots, owner)."""
     arena, N = batch.arena, batch.block_size
-    physical = np.array([t.num_physical_tokens for t in batch.tables])
+    blocks, physical = batch.number("block_base"), batch.number("num_physical_tokens")
     tail_owner, within = ragged(rows.num_blocks * N - physical)  # unused slots of the old rows
     index = physical[tail_owner] + within
     tail_pos = index // N
-    tail = arena.row[batch.blocks[tail_owner] + tail_pos] * N + index % N
-    hole_pos = arena.pos_of[batch.blocks[hole_owner] + holes // N]
+    tail = arena.row[blocks[tail_owner] + tail_pos] * N + index % N
+    hole_pos = arena.pos_of[blocks[hole_owner] + holes // N]
     dead, owner = np.concatenate([holes, tail]), np.concatenate([hole_owner, tail_owner])
     new_pos = rows.new_positions(owner, np.concatenate([hole_pos, tail_pos]))
     index = new_pos * N + dead % N
@@ -107,7 +167,7 @@ def _live_outside(batch, rows: Rows, end):
     if not owner:
         return NO_SLOTS, np.empty(0, np.int64)
     owners = np.array(owner)
-    base = batch.blocks[owners]
+    base = batch.number("block_base")[owners]
     handles = arena.row[base + pos]
     ids = arena.id_at.reshape(-1, N)[base + handles]
     outside = np.array(index)[:, None] + arange(N) >= end[owners, None]
@@ -121,14 +181,14 @@ def _move(batch, source, destination, owner) -> tuple[np.ndarray, np.ndarray]:
     arena, N = batch.arena, batch.block_size
     if not len(source):
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    base = batch.blocks[owner]
+    base = batch.number("block_base")[owner]
     from_block, to_block = base + source // N, base + destination // N
     from_slot, to_slot = base * N + source, base * N + destination
     ids = arena.id_at[from_slot]
     assert (ids >= 0).all() and (arena.id_at[to_slot] < 0).all(), "a move between wrong slots"
     arena.id_at[from_slot] = -1
     arena.id_at[to_slot] = ids
-    arena.index_of[batch.tokens[owner] + ids] = destination
+    arena.index_of[batch.number("token_base")[owner] + ids] = destination
     np.subtract.at(arena.live_in, from_block, ONE)
     np.add.at(arena.live_in, to_block, ONE)
     return (
@@ -165,20 +225,20 @@ def _reuse(batch, owner, local, new_token_index) -> int:
     if not len(owner):
         return 0
     arena, N = batch.arena, batch.block_size
-    tables = [batch.tables[e] for e in owner.tolist()]
-    at = batch.blocks[owner] + local // N
+    for e in owner.tolist():
+        table = batch.tables[e]
+        table.make_room(0, table.num_computed_tokens + 1)  # it may move to another region
+    some = Tables([batch.tables[e] for e in owner.tolist()])
+    blocks, ids = some.number("block_base"), some.number("num_computed_tokens")
+    at = blocks + local // N
     index = arena.pos_of[at] * N + local % N
-    ids = np.array([t.num_computed_tokens for t in tables])
-    last = np.array([t.num_physical_tokens for t in tables])
-    for table in tables:
-        table.make_room(0, table.num_computed_tokens + 1)
-        table.num_computed_tokens += 1
-        table.num_physical_tokens += 1
-        table.num_live_tokens += 1
-    tokens = np.array([t.token_base for t in tables])  # one may have outgrown its own
-    arena.index_of[tokens + ids] = local
-    arena.id_at[batch.blocks[owner] * N + local] = ids
-    arena.live_in[at] += ONE  # one per request: no block twice
-    inside = index != last  # else it goes to the packed end by itself
+    inside = index != some.number("num_physical_tokens")  # else it goes to the packed end by itself
+    tokens = some.number("token_base") + ids
+    arena.index_of[tokens] = local
+    arena.id_at[blocks * N + local] = ids
+    arena.live_in[at] += ONE  # one per request: nothing twice
+    arena.live_in_chunk[tokens // CHUNK_TOKENS] += ONE
+    for name in ("num_computed_tokens", "num_physical_tokens", "num_live_tokens"):
+        some.add(name, 1)
     new_token_index[owner[inside]] = index[inside]
     return int(inside.sum())

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
-from vtoken.core.batch import Rows, Tables, choose_rows
-from vtoken.core.batch_packing import pack
+from vtoken.core.batch import Eviction, Tables
 from vtoken.core.events import BatchSteps, Counters
 from vtoken.core.planner import RequestState
 
@@ -22,39 +22,36 @@ class BatchEvent:
     """What `execute_batch` did and `finalize_batch` goes on with.
 
     Attributes:
-        states: E requests.
-        rows: which blocks stay.
-        holes, hole_owner: local slots of the victims, and whose they are.
+        states: E requests, whose ids are `req_ids`.
+        eviction: what died, and which blocks stay.
+        num_evicted: ids that each has lost so far, these ones counted.
     """
 
     states: list[RequestState]
-    rows: Rows
-    holes: np.ndarray
-    hole_owner: np.ndarray
+    req_ids: list[str]
+    eviction: Eviction
+    num_evicted: list[int]
 
-    def only(self, stays: np.ndarray) -> BatchEvent:
+    def only(self, stays: Sequence[bool]) -> BatchEvent:
         """The event of some requests: bool[E]."""
-        mine = stays[self.hole_owner]
-        number = stays.cumsum() - 1
-        states = [s for s, stay in zip(self.states, stays.tolist(), strict=True) if stay]
-        return BatchEvent(
-            states, self.rows.only(stays), self.holes[mine], number[self.hole_owner[mine]]
-        )
+        parts = (self.states, self.req_ids, self.num_evicted)
+        states, req_ids, num_evicted = (list(compress(part, stays)) for part in parts)
+        return BatchEvent(states, req_ids, self.eviction.only(np.array(stays)), num_evicted)
 
     def rewritten(self) -> tuple[list[int], list[int]]:
         """(request, old row position) of blocks that stay and will be written into."""
-        rows, found = self.rows, []
-        tables = [s.table for s in self.states]
-        positions: list[set[int]] = []
-        for e, table in enumerate(tables):
-            beyond = table.num_live_tokens // table.block_size  # overwritten after moving out
-            positions.append(set(rows.kept_of(e)[beyond:].tolist()))
-        batch = Tables(tables)
-        holed = batch.arena.pos_of[batch.blocks[self.hole_owner] + self.holes // batch.block_size]
-        for e, pos in zip(self.hole_owner.tolist(), holed.tolist(), strict=True):
-            positions[e].add(pos)
-        for e, some in enumerate(positions):
-            found += [(e, pos) for pos in sorted(some.difference(rows.gone[e]))]
+        eviction, found = self.eviction, []
+        parts = zip(self.states, eviction.gone_lists(), eviction.last.tolist(), strict=True)
+        holes = np.split(eviction.holes, eviction.counts.cumsum()[:-1])
+        for e, (state, gone, last) in enumerate(parts):
+            table, N = state.table, state.table.block_size
+            kept = [p for p in range(table.num_blocks) if p != last]
+            for pos in reversed(gone):
+                del kept[pos - (pos > last)]
+            kept.append(last)
+            written = set(kept[table.num_live_tokens // N :])  # overwritten after moving out
+            written.update(table.pos_of[holes[e] // N].tolist())
+            found += [(e, pos) for pos in sorted(written.difference(gone))]
         return [e for e, _ in found], [pos for _, pos in found]
 
 
@@ -73,19 +70,17 @@ def execute_batch(
         num_new: tokens about to be scheduled, of every request.
     """
     batch = Tables([s.table for s in states])
-    holes, owner = batch.evict(ids, counts)
-    live = np.array([t.num_live_tokens for t in batch.tables])
-    num_blocks = np.array([t.num_blocks for t in batch.tables])
-    num_keep = np.minimum(num_blocks, -(-(live + num_new) // batch.block_size))
-    rows = choose_rows(batch, num_keep, holes, owner)
-    released = num_blocks - num_keep
+    eviction = batch.arena.ops.execute(batch, ids, counts, num_new)
+    released = (eviction.num_blocks - eviction.num_keep).tolist()
     counters.evicted_tokens += len(ids)
     counters.eviction_events += len(states)
-    counters.dropped_blocks += int(released.sum())
-    for state, count in zip(states, released.tolist(), strict=True):
+    counters.dropped_blocks += sum(released)
+    for state, count in zip(states, released, strict=True):
         state.executed = state.packs = True
         state.num_released = count
-    return BatchEvent(list(states), rows, holes, owner)
+    num_evicted = batch.number("num_computed_tokens") - batch.number("num_live_tokens")
+    req_ids = [t.req_id for t in batch.tables]
+    return BatchEvent(list(states), req_ids, eviction, num_evicted.tolist())
 
 
 def finalize_batch(
@@ -101,32 +96,32 @@ def finalize_batch(
         num_new: tokens scheduled in this step, by request.
         row_from: gives vLLM's row of the e-th request, after allocation, from a position on.
     """
-    rows, states = event.rows, event.states
+    states, eviction = event.states, event.eviction
     batch = Tables([s.table for s in states])
-    packed = pack(batch, rows, event.holes, event.hole_owner, np.array(num_new))
-    for e in np.flatnonzero(packed.num_appended).tolist():
-        table = states[e].table
-        new_ids = row_from(e, table.num_blocks)
-        table.sync(new_ids, table.num_computed_tokens + int(packed.num_appended[e]))
-    moved, released = packed.move_counts > 0, rows.num_keep < rows.num_blocks
+    packed = batch.arena.ops.pack(batch, eviction, np.array(num_new))
+    if packed.num_appended.any():
+        for e in np.flatnonzero(packed.num_appended).tolist():
+            table = states[e].table
+            new_ids = row_from(e, table.num_blocks)
+            table.sync(new_ids, table.num_computed_tokens + int(packed.num_appended[e]))
+    moves, moved = packed.move_counts, packed.move_counts > 0
+    released = eviction.num_keep < eviction.num_blocks
     counters.moved_tokens += len(packed.source)
-    counters.repacking_moves += int(packed.move_counts[~released].sum())
+    counters.repacking_moves += int(moves[~released].sum())
     counters.relocation_events += int((moved | released).sum())
     counters.reused_slots += packed.num_reused
     for state in states:
         state.executed = state.packs = False
         state.num_released = 0
-    row_kept = rows.kept
-    if not rows.changed.all():
-        row_kept = row_kept[rows.changed.repeat(rows.num_keep)]
+    reclaimed = batch.number("num_computed_tokens") - batch.number("num_physical_tokens")
     return BatchSteps(
-        req_ids=[t.req_id for t in batch.tables],
-        num_reclaimed=np.array([t.num_reclaimed_tokens for t in batch.tables]),
+        req_ids=event.req_ids,
+        num_reclaimed=reclaimed,
         new_token_index=packed.new_token_index,
-        rewrites_row=rows.changed,
-        row_counts=np.where(rows.changed, rows.num_keep, 0),
-        row_kept=row_kept,
-        move_counts=packed.move_counts,
+        rewrites_row=packed.rewrites_row,
+        row_counts=packed.row_counts,
+        row_kept=packed.row_kept,
+        move_counts=moves,
         move_source=packed.source,
         move_destination=packed.destination,
     )

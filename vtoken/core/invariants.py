@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from vtoken.core.arena import CHUNK_TOKENS
 from vtoken.core.events import StepPlan
 from vtoken.core.table import RequestTable
 from vtoken.units import cdiv
@@ -32,6 +33,9 @@ def check_unique_mapping(table: RequestTable) -> list[str]:
         wrong.append(f"{who}: two live tokens share a slot")
     if not np.array_equal(table.id_at[local], ids):
         wrong.append(f"{who}: slot and token disagree about each other")
+    chunks = np.bincount(ids // CHUNK_TOKENS, minlength=len(table.live_in_chunk))
+    if not np.array_equal(chunks, table.live_in_chunk):
+        wrong.append(f"{who}: a chunk of ids has another number of live ones than is counted")
     owned = np.zeros(len(table.pos_of), bool)
     owned[table.row[: table.num_blocks]] = True
     if not owned[local // table.block_size].all():

@@ -27,12 +27,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vtoken.core.arena import Arena
+from vtoken.core.arena import CHUNK_TOKENS, COLUMN, Arena
 from vtoken.core.live_index import LiveIndex
 from vtoken.units import cdiv
 
 ONE = np.int32(1)  # ufunc.at is slow where it has to convert
 NO_SLOTS = np.empty(0, np.int32)
+
+
+def _number(name: str) -> property:
+    """A count that lies in the table's row of `Arena.numbers`, as a plain int."""
+    column = COLUMN[name]
+
+    def get(table) -> int:
+        return table.numbers[column]
+
+    def put(table, value: int) -> None:
+        table.numbers[column] = value
+
+    return property(get, put)
 
 
 class RequestTable:
@@ -44,27 +57,31 @@ class RequestTable:
         num_evicted_tokens: ids dropped so far, `num_computed_tokens - num_live_tokens`.
         num_blocks: blocks in the row. Rows of `naive` keep a placeholder for a released block.
         holes: int32, local slots of dead tokens in owned blocks, in no order.
-        index_of, id_at, row, pos_of, block_id, live_in: int32, views of the table's regions in its
-            arena; `live_in` has the live tokens per handle. They are replaced when a region grows.
-        token_base, block_base: where the regions begin.
+        index_of, id_at, row, pos_of, block_id, live_in, free_handle, live_in_chunk: int32, views of
+            the table's regions in its arena; replaced when a region grows. `live_in` has the live
+            tokens per handle, `live_in_chunk` per CHUNK_TOKENS ids; `free_handle` is a stack.
+        token_base, block_base, token_room, block_room: where the regions begin, how long they are.
+        numbers, number_row: the table's row of the arena's numbers, and which one it is.
     """
 
     __slots__ = (  # noqa: RUF023 - grouped by meaning
-        "req_id", "block_size", "num_computed_tokens", "num_physical_tokens", "num_live_tokens",
-        "num_blocks", "holes", "index_of", "id_at", "row", "pos_of", "block_id", "live_in",
-        "arena", "token_base", "block_base", "live_index",
-        "_dead_from", "_dead_to", "_free_handles", "_num_handles",
+        "req_id", "block_size", "arena", "numbers", "number_row", "holes",
+        "index_of", "live_in_chunk", "id_at",
+        "row", "pos_of", "block_id", "live_in", "free_handle",
     )  # fmt: skip
+
+    num_computed_tokens = _number("num_computed_tokens")
+    num_physical_tokens = _number("num_physical_tokens")
+    num_live_tokens = _number("num_live_tokens")
+    num_blocks = _number("num_blocks")
+    token_base, block_base = _number("token_base"), _number("block_base")
+    token_room, block_room = _number("token_room"), _number("block_room")
+    _num_handles, _num_free = _number("num_handles"), _number("num_free_handles")
+    _dead_from, _dead_to = _number("dead_from"), _number("dead_to")
 
     def __init__(self, req_id: str, block_size: int, arena: Arena | None = None) -> None:
         self.req_id, self.block_size = req_id, block_size
-        self.num_computed_tokens = self.num_physical_tokens = self.num_live_tokens = 0
-        self.num_blocks = 0
         self.holes = NO_SLOTS
-        self._dead_from = self._dead_to = 0
-        self._free_handles: list[int] = []
-        self._num_handles = 0
-        self.live_index: LiveIndex | None = None
         self.arena = Arena(block_size) if arena is None else arena
         self.arena.add(self)
 
@@ -113,22 +130,24 @@ class RequestTable:
 
     def take_handle(self) -> int:
         """A handle for a new block; there is room for it after `make_room`."""
-        if self._free_handles:
-            return self._free_handles.pop()
+        if self._num_free:
+            self._num_free -= 1
+            return int(self.free_handle[self._num_free])
         self._num_handles += 1
         return self._num_handles - 1
 
     def give_handle(self, handle: int) -> None:
         """Let the handle of a block that is gone, its slots empty, be used again."""
-        self._free_handles.append(handle)
+        self.free_handle[self._num_free] = handle
+        self._num_free += 1
 
     def make_room(self, num_blocks: int, num_tokens: int) -> None:
         """Let the regions hold a row of this many blocks, and this many logical ids."""
-        new_handles = num_blocks - self.num_blocks - len(self._free_handles)
+        new_handles = num_blocks - self.num_blocks - self._num_free
         most = max(num_blocks, self._num_handles + max(0, new_handles))
-        if most > len(self.row):
+        if most > self.block_room:
             self.arena.grow_blocks(self, most)
-        if num_tokens > len(self.index_of):
+        if num_tokens > self.token_room:
             self.arena.grow_tokens(self, num_tokens)
 
     def _append(self, count: int) -> None:
@@ -145,9 +164,17 @@ class RequestTable:
         self.live_in[touched] += np.bincount(
             physical // N - first // N, minlength=len(touched)
         ).astype(np.int32)
+        self._count_live(first_id, first_id + count)
         self.num_computed_tokens += count
         self.num_physical_tokens += count
         self.num_live_tokens += count
+
+    def _count_live(self, first_id: int, end_id: int) -> None:
+        """Ids first_id .. end_id - 1 have become live."""
+        first, end = first_id // CHUNK_TOKENS, cdiv(end_id, CHUNK_TOKENS)
+        self.live_in_chunk[first:end] += np.int32(CHUNK_TOKENS)
+        self.live_in_chunk[first] -= first_id - first * CHUNK_TOKENS
+        self.live_in_chunk[end - 1] -= end * CHUNK_TOKENS - end_id
 
     # ---- reading ---------------------------------------------------------------------------
 
@@ -157,10 +184,8 @@ class RequestTable:
         return live.astype(np.int32)
 
     def ranked(self) -> LiveIndex:
-        """The live ids by rank; kept up to date from now on."""
-        if self.live_index is None:
-            self.live_index = LiveIndex(self)
-        return self.live_index
+        """The live ids by rank, until the table changes."""
+        return LiveIndex(self)
 
     def oldest(self, count: int, first_id: int = 0) -> np.ndarray:
         """int32[<= count], the lowest live ids >= first_id; O(count), however long the context.
@@ -244,8 +269,7 @@ class RequestTable:
         self.id_at[local] = -1
         np.subtract.at(self.live_in, local // self.block_size, ONE)
         self.num_live_tokens -= len(ids)
-        if self.live_index is not None:
-            self.live_index.evicted.append(ids)
+        np.subtract.at(self.live_in_chunk, ids // CHUNK_TOKENS, ONE)
         self.holes = np.concatenate([self.holes, local]) if len(self.holes) else local
         return local
 
@@ -272,6 +296,7 @@ class RequestTable:
         self.index_of[logical] = local
         self.id_at[local] = logical
         self.live_in[local // self.block_size] += 1
+        self.live_in_chunk[logical // CHUNK_TOKENS] += 1
         self.num_computed_tokens += 1
         self.num_live_tokens += 1
 
@@ -298,15 +323,22 @@ class RequestTable:
             return
         assert not self.live_in[handles].any(), f"{self.req_id}: a released block has live tokens"
         self.id_at.reshape(-1, self.block_size)[handles] = -1
-        self._free_handles.extend(handles.tolist())
+        first = self._num_free
+        self.free_handle[first : first + len(handles)] = handles
+        self._num_free = first + len(handles)
 
 
 class TokenTable:
     """All requests' tables, by request id, with the paper's interfaces."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, ops=None) -> None:
+        """Start without requests.
+
+        Args:
+            ops: `vtoken.core.batch.BatchOps`, what is done to many tables at once; None: numpy.
+        """
         self.block_size = block_size
-        self.arena = Arena(block_size)
+        self.arena = Arena(block_size, ops)
         self._tables: dict[str, RequestTable] = {}
 
     def __len__(self) -> int:

@@ -1,0 +1,226 @@
+"""`BatchOps` in numpy: a fixed number of calls, however many requests are due.
+
+In force wherever nothing was compiled. Shape legend as in vtoken.core.batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vtoken.core.arena import CHUNK_TOKENS
+from vtoken.core.batch import Eviction, Packed, ScoredIds, Tables
+from vtoken.core.batch_packing import arange, pack, ragged
+from vtoken.core.live_index import LiveIndex
+from vtoken.core.table import ONE
+
+
+class NumpyOps:
+    """See `vtoken.core.batch.BatchOps` for what each does."""
+
+    name = "numpy"
+
+    # ---- growth ----------------------------------------------------------------------------
+
+    def sync(
+        self, batch: Tables, new_block_ids: Sequence[Sequence[int]], lengths: Sequence[int]
+    ) -> None:
+        handles: list[int] = []
+        positions: list[int] = []
+        block_ids: list[int] = []
+        counts: list[int] = []
+        for table, new, length in zip(batch.tables, new_block_ids, lengths, strict=True):
+            first = table.num_blocks
+            table.make_room(first + len(new), length)
+            if new:
+                handles += [table.take_handle() for _ in new]
+                positions += range(first, first + len(new))
+                block_ids += new
+                table.num_blocks = first + len(new)
+            counts.append(len(new))
+        if handles:
+            base = batch.number("block_base").repeat(counts)
+            rows, at = base + positions, base + handles
+            arena = batch.arena
+            arena.row[rows], arena.pos_of[at] = handles, positions
+            arena.block_id[at], arena.live_in[at] = block_ids, 0
+        self._append(batch, np.array(lengths))
+
+    @staticmethod
+    def _append(batch: Tables, lengths: np.ndarray) -> None:
+        arena, N = batch.arena, batch.block_size
+        first_id, first = batch.number("num_computed_tokens"), batch.number("num_physical_tokens")
+        counts = np.maximum(lengths - first_id, 0)
+        fits = first + counts <= batch.number("num_blocks") * N
+        assert fits.all(), "tokens are appended where the row has no block"
+        owner, within = ragged(counts)
+        physical, ids = first[owner] + within, first_id[owner] + within
+        base, tokens = batch.number("block_base")[owner], batch.number("token_base")[owner]
+        handle = arena.row[base + physical // N]
+        at, offset = base + handle, physical % N
+        arena.index_of[tokens + ids] = handle * N + offset
+        arena.id_at[at * N + offset] = ids
+        np.add.at(arena.live_in, at, ONE)
+        np.add.at(arena.live_in_chunk, (tokens + ids) // CHUNK_TOKENS, ONE)
+        for name in ("num_computed_tokens", "num_physical_tokens", "num_live_tokens"):
+            batch.add(name, counts)
+
+    # ---- reading ---------------------------------------------------------------------------
+
+    def oldest(
+        self, batch: Tables, counts: np.ndarray, first_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        tables, firsts = batch.tables, first_ids.tolist()
+        start = np.array([t.dead_run_end(f) for t, f in zip(tables, firsts, strict=True)])
+        length = batch.number("num_computed_tokens")
+        counts = np.maximum(counts, 0)
+        owner, within = ragged(np.minimum(counts, np.maximum(length - start, 0)))
+        ids = start[owner] + within
+        dead = batch.arena.index_of[batch.number("token_base")[owner] + ids] < 0
+        slow = start + counts > length
+        slow[owner[dead]] = True
+        if not slow.any():
+            return ids, counts
+        parts = [
+            tables[e].oldest(int(counts[e]), firsts[e])
+            if slow[e]
+            else np.arange(start[e], start[e] + counts[e])
+            for e in range(len(tables))
+        ]
+        return np.concatenate(parts).astype(np.int64), np.array([len(p) for p in parts])
+
+    def count_below(self, batch: Tables, bounds: np.ndarray) -> np.ndarray:
+        parts = zip(batch.tables, bounds.tolist(), strict=True)
+        return np.array([LiveIndex(t).count_below(bound) for t, bound in parts])
+
+    def at_ranks(self, batch: Tables, ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        parts = zip(batch.tables, np.split(ranks, counts.cumsum()[:-1]), strict=True)
+        return np.concatenate([LiveIndex(t).at(np.sort(r)) for t, r in parts]).astype(np.int64)
+
+    def lowest_scored(
+        self,
+        batch: Tables,
+        scored: Sequence[ScoredIds],
+        first_ids: np.ndarray,
+        end_ids: np.ndarray,
+        counts: np.ndarray,
+        sign: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        from vtoken.policies.selection import lowest_indices
+
+        parts = []
+        bounds = zip(first_ids.tolist(), end_ids.tolist(), counts.tolist(), strict=True)
+        for table, given, (first, end, count) in zip(batch.tables, scored, bounds, strict=True):
+            by_id = np.full(table.num_computed_tokens + 1, np.nan, np.float32)
+            ids = given.ids[given.ids_start : given.ids_start + given.count]
+            # Holes (-1) end up behind the last id.
+            by_id[ids] = given.scores[given.scores_start : given.scores_start + given.count]
+            keys = sign * by_id[first:end]
+            chosen = lowest_indices(keys, count)
+            if not (table.index_of[first + chosen] >= 0).all():  # the dead may have scores
+                keys[table.index_of[first:end] < 0] = np.nan
+                chosen = lowest_indices(keys, count)
+            parts.append(first + chosen)
+        return np.concatenate(parts), np.array([len(p) for p in parts])
+
+    def draw(
+        self, entropy: np.ndarray, num_candidates: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        rows = zip(entropy.tolist(), num_candidates.tolist(), counts.tolist(), strict=True)
+        parts = [
+            np.random.default_rng(seed).choice(n, size=count, replace=False)
+            for seed, n, count in rows
+        ]
+        return np.concatenate(parts)
+
+    def ids_by_index(self, batch: Tables) -> tuple[np.ndarray, list[int]]:
+        parts = [t.ids_by_physical_index() for t in batch.tables]
+        starts = [0, *np.cumsum([len(p) for p in parts]).tolist()]
+        return np.concatenate(parts), starts
+
+    # ---- eviction --------------------------------------------------------------------------
+
+    def execute(
+        self, batch: Tables, ids: np.ndarray, counts: np.ndarray, num_new: int
+    ) -> Eviction:
+        holes, owner = self._evict(batch, ids, counts)
+        num_blocks = batch.number("num_blocks")
+        needed = -(-(batch.number("num_live_tokens") + num_new) // batch.block_size)
+        num_keep = np.minimum(num_blocks, needed)
+        gone, last = _choose(batch, num_keep, holes, owner)
+        return Eviction(num_blocks, num_keep, gone, last, holes, counts)
+
+    @staticmethod
+    def _evict(batch: Tables, ids: np.ndarray, counts: np.ndarray) -> tuple:
+        """Mark ids dead; returns (local slots that became holes int32[K], owner int64[K])."""
+        arena, N = batch.arena, batch.block_size
+        owner = arange(len(counts)).repeat(counts)
+        at = batch.number("token_base")[owner] + ids
+        local = arena.index_of[at]
+        assert (local >= 0).all(), "evicting a token that is not live"
+        arena.index_of[at] = -1
+        base = batch.number("block_base")[owner]
+        arena.id_at[base * N + local] = -1
+        np.subtract.at(arena.live_in, base + local // N, ONE)
+        np.subtract.at(arena.live_in_chunk, at // CHUNK_TOKENS, ONE)
+        batch.add("num_live_tokens", -counts)
+        ends = counts.cumsum()
+        first, last = ids[ends - counts], ids[ends - 1]
+        for e in np.flatnonzero(last - first + 1 == counts).tolist():
+            batch.tables[e].extend_dead_run(int(first[e]), int(last[e]) + 1)
+        return local, owner
+
+    def pack(self, batch: Tables, eviction: Eviction, num_new: np.ndarray) -> Packed:
+        return pack(batch, eviction, num_new)
+
+
+def _choose(
+    batch: Tables, num_keep: np.ndarray, holes: np.ndarray, hole_owner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choose the blocks to keep; as `reclaim.choose_kept`.
+
+    Returns:
+        (gone, last) of an `Eviction`.
+    """
+    arena, N = batch.arena, batch.block_size
+    num_blocks, blocks = batch.number("num_blocks"), batch.number("block_base")
+    full = batch.number("num_physical_tokens") // N
+    at = blocks[hole_owner] + holes // N
+    tail_owner, within = ragged(num_blocks - full)
+    tail = full[tail_owner] + within
+    tail_at = blocks[tail_owner] + arena.row[blocks[tail_owner] + tail]
+    owner = np.concatenate([hole_owner, tail_owner])
+    pos = np.concatenate([arena.pos_of[at], tail])
+    live = arena.live_in[np.concatenate([at, tail_at])]
+    # Larger is fuller; ties go to the later block.
+    B = int(num_blocks.max())
+    key = np.sort((owner * (N + 1) + live) * B + pos)
+    key = key[np.append(True, key[1:] != key[:-1])] if len(key) else key
+    owner, pos = key // ((N + 1) * B), key % B
+    counts = np.bincount(owner, minlength=len(num_blocks)).tolist()
+    pos, key = pos.tolist(), (key // B).tolist()
+    gone: list[int] = []
+    last, first = [], 0
+    sizes = zip(num_blocks.tolist(), num_keep.tolist(), counts, strict=True)
+    for size, keep, count in sizes:
+        end, num_gone = first + count, size - keep
+        assert num_gone <= count, "a row was not packed before the eviction"
+        going = sorted(pos[first : first + num_gone])
+        gone += going
+        first += num_gone
+        # The emptiest goes last. Equally empty: the one at the end stays there.
+        if first < end:
+            last.append(_last_of_emptiest(pos, key, first, end))
+        else:  # all that stay are full
+            last.append(max(set(range(size - num_gone - 1, size)).difference(going)))
+        first = end
+    return np.array(gone, np.int32), np.array(last)
+
+
+def _last_of_emptiest(pos: list[int], fullness: list[int], first: int, end: int) -> int:
+    """The greatest position among those as empty as the first; both ascend together."""
+    i = first
+    while i + 1 < end and fullness[i + 1] == fullness[first]:
+        i += 1
+    return pos[i]
