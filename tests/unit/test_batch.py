@@ -1,34 +1,49 @@
-"""Many requests at once against one at a time: the same plans, tables and counts, to the byte."""
+"""Many requests at once, in numpy and compiled, against one at a time: the same plans, tables and
+counts, to the byte."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vtoken.core import planner as planner_module
-from vtoken.core.batch import Tables
+from vtoken.core.batch import ScoredIds, Tables
 from vtoken.core.batch_planner import execute_batch, finalize_batch
 from vtoken.core.events import Counters, build_step_plan
 from vtoken.core.invariants import check_table
 from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
 from vtoken.core.table import RequestTable, TokenTable
+from vtoken.kernels.tables import load_ops
 from vtoken.policies.base import BatchView, RequestView
 from vtoken.policies.random import Random
 from vtoken.policies.registry import make_policy
 from vtoken.policies.streaming_llm import StreamingLLM
 
 
+compiled_here = load_ops().name == "compiled"
+needs_compiled = pytest.mark.skipif(not compiled_here, reason="no C++ compiler: numpy alone")
+
+
+def all_sides(num_requests: int, block_size: int) -> list[Side]:
+    """The same requests one by one, together in numpy, and together compiled."""
+    sides = [Side(num_requests, block_size, together) for together in (False, True)]
+    if compiled_here:
+        sides.append(Side(num_requests, block_size, True, load_ops()))
+    return sides
+
+
 class Side:
     """E requests, in one arena or each in its own; block ids are never used twice."""
 
-    def __init__(self, num_requests: int, block_size: int, together: bool) -> None:
+    def __init__(self, num_requests: int, block_size: int, together: bool, ops=None) -> None:
         self.N, self.together = block_size, together
         self.counters = Counters()
         self.planner = RequestPlanner(PlannerSettings(moves=True), self.counters)
-        tables = TokenTable(block_size)
+        tables = TokenTable(block_size, ops)
         self.states = [
             RequestState(
                 tables.add(f"r{e}") if together else RequestTable(f"r{e}", block_size), None, 8, 1
@@ -128,9 +143,10 @@ def assert_same_plans(a, b) -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.sampled_from([1, 4, 16]))
 def test_a_batch_does_what_one_after_another_does(seed, num_requests, block_size):
     rng = np.random.default_rng(seed)
-    one, many = (Side(num_requests, block_size, together) for together in (False, True))
+    one, *others = sides = all_sides(num_requests, block_size)
     start = rng.integers(1, 12 * block_size + 2, num_requests).tolist()
-    one.grow(start), many.grow(start)
+    for side in sides:
+        side.grow(start)
     for _ in range(6):
         due, victims = [], []
         for e, state in enumerate(one.states):
@@ -148,22 +164,25 @@ def test_a_batch_does_what_one_after_another_does(seed, num_requests, block_size
         if due:
             expected = int(rng.choice([1, 1, 1, block_size + 3]))
             num_new = rng.choice([0, 1, 1, 1, 1, expected], len(due)).tolist()
-            a, b = (side.step(due, victims, num_new, expected) for side in (one, many))
-            assert a[:2] == b[:2]
-            assert_same_plans(a[2], b[2])
+            a, *rest = (side.step(due, victims, num_new, expected) for side in sides)
+            for b in rest:
+                assert a[:2] == b[:2]
+                assert_same_plans(a[2], b[2])
         growth = rng.integers(0, 2 * block_size + 2, num_requests).tolist()
-        one.grow(growth), many.grow(growth)
-        assert one.rows == many.rows
-        assert_same_tables(one, many)
-    assert one.counters == many.counters
+        for side in sides:
+            side.grow(growth)
+        for many in others:
+            assert one.rows == many.rows
+            assert_same_tables(one, many)
+    assert all(one.counters == many.counters for many in others)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_requests_that_left_do_not_change_the_others(seed):
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_requests_that_left_do_not_change_the_others(seed, compiled):
     """A batch is cut down when a request is preempted after its eviction."""
     rng = np.random.default_rng(seed)
-    one, many = (Side(4, 4, together) for together in (False, True))
+    one, many = Side(4, 4, False), Side(4, 4, True, load_ops() if compiled else None)
     start = rng.integers(8, 60, 4).tolist()
     one.grow(start), many.grow(start)
     victims = [np.sort(rng.choice(n, int(rng.integers(1, n)), replace=False)) for n in start]
@@ -194,25 +213,27 @@ def test_requests_that_left_do_not_change_the_others(seed):
 def test_evict_many_names_what_evict_names(seed, name, recent):
     rng = np.random.default_rng(seed)
     policy = make_policy(name, block_size=4, recent_tokens=recent)
-    sides = Side(4, 4, True), Side(4, 4, False)
+    sides = all_sides(4, 4)
     start = rng.integers(1, 60, 4).tolist()
     for side in sides:
         side.grow(start)
     for _ in range(4):
         counts = rng.integers(0, 12, 4)
         budget = rng.integers(1, 30, 4)
-        tables = [s.table for s in sides[0].states]
-        length = np.array([t.num_computed_tokens for t in tables])
-        ids, found = policy.evict_many(BatchView(length, budget, counts, Tables(tables).oldest))
-        parts = np.split(ids, found.cumsum()[:-1])
-        for e, state in enumerate(sides[1].states):
+        length = np.array([s.table.num_computed_tokens for s in sides[0].states])
+        named = []
+        for side in sides[1:]:
+            oldest = Tables([s.table for s in side.states]).oldest
+            ids, found = policy.evict_many(BatchView(length, budget, counts, oldest))
+            named.append(np.split(ids, found.cumsum()[:-1]))
+        for e, state in enumerate(sides[0].states):
             view = RequestView(
                 live_ids=state.table.live_ids, num_computed_tokens=int(length[e]),
                 num_prompt_tokens=4, budget_tokens=int(budget[e]), num_evict=int(counts[e]),
                 oldest=state.table.oldest,
             )  # fmt: skip
             expected = policy.evict(view)
-            assert parts[e].tolist() == expected.tolist()
+            assert all(parts[e].tolist() == expected.tolist() for parts in named)
             gone = expected[: max(0, len(expected) - int(rng.integers(0, 2)))]
             if len(gone):
                 for side in sides:
@@ -231,7 +252,11 @@ def test_a_subclass_with_another_rule_has_no_batch_form():
         def evict(self, view):
             return view.live_ids[-view.num_evict :]
 
-    assert Newest.evict_many is None and Random.evict_many is None
+    class Last(Random):
+        def evict(self, view):
+            return view.live_ids[-view.num_evict :]
+
+    assert Newest.evict_many is None and Last.evict_many is None
     assert StreamingLLM.evict_many is not None
     assert type(make_policy("sliding-window", block_size=4)).evict_many is not None
 
@@ -261,6 +286,111 @@ def test_ranking_by_id_names_what_ranking_live_tokens_names(seed, name, coarse):
     )  # fmt: skip
     expected, found = policy.evict(plain), policy.evict(by_id)
     assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
+
+
+def given_all(side: Side, rng, scores: list[np.ndarray]) -> list[ScoredIds]:
+    """Reports about the present layout, with some of the dead in them, at odd places."""
+    parts = []
+    for state, by_id in zip(side.states, scores, strict=True):
+        ids = np.append(state.table.ids_by_physical_index(), np.flatnonzero(by_id < 0.1))
+        ids = np.unique(ids)[::-1].astype(np.int32)
+        padding = np.full(int(rng.integers(0, 3)), 1 << 30, np.int32)
+        found = np.where(ids >= 0, by_id[ids], np.float32(0))
+        parts.append(
+            ScoredIds(
+                np.concatenate([padding, ids]), len(padding),
+                np.concatenate([padding.astype(np.float32), found]), len(padding), len(ids),
+            )
+        )  # fmt: skip
+    return parts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from(["h2o", "knorm", "random"]), st.booleans()
+)
+def test_scores_and_ranks_name_what_they_name_for_one(seed, name, coarse):
+    """Ties, NaN, infinities, dead ids with a score; more wanted than there is; long contexts."""
+    rng = np.random.default_rng(seed)
+    E, sides = 3, all_sides(3, 16)
+    policy = make_policy(name, block_size=16, recent_tokens=int(rng.integers(0, 20)))
+    start = rng.integers(1, 900, E).tolist()
+    for side in sides:
+        side.grow(start)
+    for e, length in enumerate(start):
+        gone = np.flatnonzero(rng.random(length) < rng.choice([0.0, 0.3]))
+        for side in sides if 0 < len(gone) < length else ():
+            side.states[e].table.evict(gone)
+    length, counts = np.array(start), rng.integers(0, 60, E)
+    scores = [rng.integers(0, 3, n) if coarse else rng.random(n) for n in start]
+    scores = [s.astype(np.float32) for s in scores]
+    for s in scores:
+        s[rng.random(len(s)) < 0.1] = rng.choice([np.nan, np.inf, -np.inf, -0.0])
+    expected = []
+    for e, state in enumerate(sides[0].states):
+        live = state.table.live_ids()
+        view = RequestView(
+            live_ids=live, scores=None if name == "random" else scores[e][live], seed=seed,
+            num_computed_tokens=start[e], num_prompt_tokens=4, budget_tokens=40,
+            num_evict=int(counts[e]), prompt_hash=e,
+        )  # fmt: skip
+        expected.append(np.sort(policy.evict(view)).tolist())
+    entropy = np.array([(seed, e, n) for e, n in enumerate(start)])
+    for side in sides[1:]:
+        batch = Tables([s.table for s in side.states])
+        ops, parts = batch.arena.ops, given_all(side, rng, scores)
+        ids, found = policy.evict_many(
+            BatchView(
+                length, np.full(E, 40), counts, batch.oldest,
+                lambda first, end, sign, b=batch, o=ops, p=parts: o.lowest_scored(
+                    b, p, first, end, counts, sign
+                ),
+                batch.count_below, batch.at_ranks,
+                lambda sizes, wanted, o=ops: o.draw(entropy, sizes, wanted),
+            )
+        )  # fmt: skip
+        assert [p.tolist() for p in np.split(ids, found.cumsum()[:-1])] == expected
+        flat, starts = ops.ids_by_index(batch)
+        for e, state in enumerate(side.states):
+            by_index = state.table.ids_by_physical_index().tolist()
+            assert flat[starts[e] : starts[e + 1]].tolist() == by_index
+
+
+@needs_compiled
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**32 - 1), st.integers(1, 40_000), st.data())
+def test_compiled_draws_are_numpys(seed, prompt_hash, size, data):
+    ops = load_ops()
+    assert ops._draws_alike
+    count = data.draw(st.integers(0, min(size, 400)))
+    entropy = np.array([(seed, prompt_hash, size)])
+    drawn = ops.draw(entropy, np.array([size]), np.array([count]))
+    rng = np.random.default_rng([seed, prompt_hash, size])
+    assert sorted(drawn) == sorted(rng.choice(size, size=count, replace=False))
+
+
+@needs_compiled
+def test_compiled_code_says_what_is_wrong_and_writes_nothing():
+    side = Side(2, 4, True, load_ops())
+    side.grow([20, 20])
+    batch = Tables([s.table for s in side.states])
+    ops, one = batch.arena.ops, np.array([1, 1])
+    before = batch.arena.index_of.copy()
+    for ids in ([3, 20], [3, -1], [3, 1 << 40]):
+        with pytest.raises(AssertionError, match="r1: evicting a token that is not live"):
+            ops.execute(batch, np.array(ids), one, 1)
+    with pytest.raises(AssertionError, match="r1: tokens are appended where the row has no"):
+        ops.sync(batch, [[], []], [20, 21])
+    with pytest.raises(AssertionError, match="r0: a rank"):
+        ops.at_ranks(batch, np.array([20, 0]), one)
+    assert np.array_equal(before, batch.arena.index_of)
+    eviction = ops.execute(batch, np.array([3, 4]), one, 1)
+    eviction.last[1] = 9
+    with pytest.raises(AssertionError, match="r1: a block or a slot that it does not own"):
+        ops.pack(batch, eviction, one)
+    side.states[0].table.block_base = 1 << 40
+    with pytest.raises(AssertionError, match="r0: its numbers describe no region"):
+        ops.oldest(batch, one, one)
 
 
 @settings(max_examples=100, deadline=None)

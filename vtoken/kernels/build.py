@@ -26,7 +26,10 @@ VARIANTS = {
         "-mavx2", "-mfma", "-mf16c",
     ),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "tables": (),  # the scheduler's bookkeeping: integers, for any processor
 }  # fmt: skip
+# What vtk_variant() of each answers.
+VARIANT_NUMBERS = {"avx2": 2, "avx512": 512, "tables": 1}
 NEEDED_CPU_FLAGS = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"},
     "avx2": {"avx2", "fma", "f16c"},
@@ -85,10 +88,17 @@ def cache_dir() -> Path:
     return (Path(root) if root else Path.home() / ".cache" / "vtoken") / "kernels"
 
 
+def source_of(variant: str) -> Path:
+    """The file that is compiled; its folder has all it includes."""
+    if variant == "tables":
+        return SOURCE_DIR / "tables" / "tables.cpp"
+    return SOURCE_DIR / "kernels.cpp"
+
+
 def build_key(compiler: str, variant: str) -> str:
     """Hash of everything that shapes the result: sources, compiler version, flags."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCE_DIR.iterdir()):
+    for path in sorted(source_of(variant).parent.iterdir()):
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(" ".join((*COMMON_FLAGS, *VARIANTS[variant])).encode())
@@ -145,7 +155,7 @@ def load_library(variant: str) -> ctypes.CDLL:
         path = build(variant, rebuild=rebuild)
         try:
             library = ctypes.CDLL(str(path))
-            if library.vtk_variant() == {"avx2": 2, "avx512": 512}[variant]:
+            if library.vtk_variant() == VARIANT_NUMBERS[variant]:
                 return library
             error = BuildError(f"{path.name} is another variant")
             _ctypes.dlclose(library._handle)  # or the loader answers with it again, by name
@@ -159,7 +169,7 @@ def _compile(compiler: str, variant: str, target: Path) -> None:
     os.close(handle)
     temporary = Path(name)
     command = [
-        compiler, *COMMON_FLAGS, *VARIANTS[variant], str(SOURCE_DIR / "kernels.cpp"), "-o", name,
+        compiler, *COMMON_FLAGS, *VARIANTS[variant], str(source_of(variant)), "-o", name,
     ]  # fmt: skip
     try:
         done = subprocess.run(

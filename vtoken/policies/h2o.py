@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vtoken.policies.base import Policy, RequestView, ScoreKind
+from vtoken.policies.base import BatchView, Policy, RequestView, ScoreKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +40,7 @@ class H2O(Policy):
 
     def evict(self, view: RequestView) -> np.ndarray:
         return self.lowest_scored(view)
+
+    def evict_many(self, view: BatchView) -> tuple[np.ndarray, np.ndarray]:
+        """`evict` for several requests: (ids int64[K], counts int64[E])."""
+        return view.lowest_scored(*self.candidate_bounds_many(view), 1)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vtoken.policies.base import NO_IDS, Policy, RequestView
+from vtoken.policies.base import NO_IDS, BatchView, Policy, RequestView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,13 @@ class Random(Policy):
         first, end = (ranked.count_below(i) for i in self.candidate_bounds(view))
         count = min(view.num_evict, end - first)
         return ranked.at(first + self._draw(view, end - first, count)) if count > 0 else NO_IDS
+
+    def evict_many(self, view: BatchView) -> tuple[np.ndarray, np.ndarray]:
+        """`evict` for several requests: (ids int64[K], counts int64[E])."""
+        first, end = (view.count_below(ids) for ids in self.candidate_bounds_many(view))
+        counts = np.minimum(view.num_evict, end - first).clip(0)
+        ranks = view.draw(end - first, counts) + first.repeat(counts)
+        return view.at_ranks(ranks, counts), counts
 
     @staticmethod
     def _draw(view: RequestView, num_candidates: int, count: int) -> np.ndarray:

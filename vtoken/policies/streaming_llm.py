@@ -44,11 +44,10 @@ class StreamingLLM(Policy):
 
     def evict_many(self, view: BatchView) -> tuple[np.ndarray, np.ndarray]:
         """`evict` for several requests: (ids int64[K], counts int64[E])."""
-        num_requests = len(view.num_evict)
-        ids, counts = view.oldest(view.num_evict, np.full(num_requests, self.sink_tokens))
-        recent = np.array([self.recent(b) for b in view.budget_tokens.tolist()])
-        stays = ids >= np.repeat(view.num_computed_tokens - recent, counts)
+        first, end = self.candidate_bounds_many(view)
+        ids, counts = view.oldest(view.num_evict, first)
+        stays = ids >= end.repeat(counts)
         if stays.any():  # the recent window would be touched
-            owner = np.repeat(np.arange(num_requests), counts)
-            ids, counts = ids[~stays], np.bincount(owner[~stays], minlength=num_requests)
+            owner = np.arange(len(counts)).repeat(counts)
+            ids, counts = ids[~stays], np.bincount(owner[~stays], minlength=len(counts))
         return ids, counts

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+from vtoken.core.batch import Tables
 from vtoken.core.planner import NEVER, RequestState
 
 
 class ReportAsker:
-    """Part of SchedulerHooks. Scores are asked for two steps before the decision."""
+    """Part of SchedulerHooks. Scores are asked for two steps before the decision.
+
+    Attributes:
+        asked: requests asked for in this step.
+    """
 
     def __init__(self, hooks) -> None:
         self.hooks = hooks
         self.scheduler = hooks.scheduler
+        self.asked: set[str] = set()
 
     def ask(self, num_scheduled: dict[str, int], chunks: list[str]) -> list[str]:
         """Requests that may be due two steps from now; remembers which id sits where.
@@ -29,6 +37,7 @@ class ReportAsker:
         for req_id in hooks.calendar.watched:
             if req_id not in asks and self._is_needed(req_id, num_scheduled.get(req_id, 0)):
                 asks[req_id] = hooks.states[req_id]
+        self.asked = set(asks)
         if asks:
             self._remember(asks, num_scheduled)
         return list(asks)
@@ -36,12 +45,12 @@ class ReportAsker:
     def _is_needed(self, req_id: str, n: int) -> bool:
         hooks = self.hooks
         state, request = hooks.states[req_id], self.scheduler.requests[req_id]
-        if not n or state.next_eviction_len >= NEVER or not hooks.needs_scores(state):
+        if not n or state.next_eviction_len >= NEVER:
             return False
         length = request.num_computed_tokens + n
         rest = request.num_tokens - length
         next_chunk = min(rest, self.scheduler.max_num_scheduled_tokens) if rest > 1 else 1
-        if length + next_chunk < state.next_eviction_len:
+        if length + next_chunk < state.next_eviction_len or not hooks.needs_scores(state):
             return False
         # The report of the last step is the one the coming decision uses.
         return n > 1 or hooks.reports.asked_at(req_id) != hooks.step_seq - 1
@@ -49,7 +58,8 @@ class ReportAsker:
     def _remember(self, asks: dict[str, RequestState], num_scheduled: dict[str, int]) -> None:
         hooks, requests = self.hooks, self.scheduler.requests
         lengths = [requests[r].num_computed_tokens + num_scheduled[r] for r in asks]
-        tables = [state.table for state in asks.values()]
-        hooks.sync_all(tables, lengths)
-        for table in tables:
-            hooks.reports.ask(table.req_id, hooks.step_seq, table.ids_by_physical_index())
+        batch = Tables([state.table for state in asks.values()])
+        hooks.sync_all(batch, lengths)
+        ids, starts = batch.arena.ops.ids_by_index(batch)
+        for req_id, (start, end) in zip(asks, pairwise(starts), strict=True):
+            hooks.reports.ask(req_id, hooks.step_seq, ids, start, end)

@@ -5,9 +5,13 @@ Nothing changes here but plans; `SchedulerHooks` carries them out.
 
 from __future__ import annotations
 
+from itertools import compress
+
 import numpy as np
 
-from vtoken.core.batch import Tables
+from vllm.v1.request import RequestStatus
+
+from vtoken.core.batch import ScoredIds, Tables
 from vtoken.core.move_limit import MoveLimit, most_moves
 from vtoken.core.planner import NEVER, RequestState
 from vtoken.core.table import NO_SLOTS
@@ -41,17 +45,22 @@ class VictimChooser:
         if not hooks.calendar.watched:
             return []
         requests, states, sharing = self.scheduler.requests, hooks.states, hooks.shares.sharing
-        found = set()
+        due = []
         for req_id in hooks.calendar.watched:
-            state = states[req_id]
+            state, request = states[req_id], requests[req_id]
             # Where it shrank under pressure its blocks do not match its table until finalize.
-            if not state.executed and (
-                requests[req_id].num_computed_tokens >= state.next_eviction_len or req_id in sharing
+            if (
+                not state.executed
+                and (
+                    request.num_computed_tokens >= state.next_eviction_len or req_id in sharing
+                )
+                and request.status is RequestStatus.RUNNING
             ):
-                found.add(req_id)
-        if not found:
-            return []
-        due = [r for r in self.scheduler.running if r.request_id in found]
+                due.append(request)
+        if len(due) > 1 and not self._joins:
+            # One by one, the order says who gets the blocks for copies, and what is logged first.
+            found = {r.request_id for r in due}
+            due = [r for r in self.scheduler.running if r.request_id in found]
         if self._limit is not None:
             self._limit.begin_step()
             due.sort(key=self._num_to_evict, reverse=True)  # who has waited longest goes first
@@ -86,17 +95,31 @@ class VictimChooser:
 
     # ---- many requests at once -------------------------------------------------------------
 
-    def goes_together(self, request) -> bool:
-        """Whether a due request's eviction can be carried out at once, with others'."""
-        hooks, req_id = self.hooks, request.request_id
-        if not self._joins or req_id in hooks.shares.sharing:
-            return False
-        if hooks.states[req_id].budget is None or self.expected_tokens(request) != 1:
-            return False
-        if not hooks.caching:
-            return True
-        blocks = hooks.manager.req_to_blocks[req_id]
-        return hooks.shares.shared(blocks) is None and not hooks.shares.wants_copy(blocks)
+    def split(self, due: list) -> tuple[list, list]:
+        """Tell requests whose evictions can be carried out at once, together, from the others."""
+        if not self._joins:
+            return [], due
+        hooks, together, alone = self.hooks, [], []
+        states, sharing, caching = hooks.states, hooks.shares.sharing, hooks.caching
+        for request in due:
+            req_id = request.request_id
+            # More than one is due: a prompt's chunk, or output that is computed again.
+            known = request.num_tokens + request.num_output_placeholders
+            if (
+                known - request.num_computed_tokens > 1
+                or req_id in sharing
+                or states[req_id].budget is None
+                or (caching and self._has_foreign_blocks(req_id))
+            ):
+                alone.append(request)
+            else:
+                together.append(request)
+        return together, alone
+
+    def _has_foreign_blocks(self, req_id: str) -> bool:
+        """Whether a request holds blocks that are shared, or are to be copied out of."""
+        shares, blocks = self.hooks.shares, self.hooks.manager.req_to_blocks[req_id]
+        return shares.shared(blocks) is not None or shares.wants_copy(blocks)
 
     def goes_at_once(self, request) -> bool:
         """Whether a planned eviction is carried out at the head of the step.
@@ -110,14 +133,22 @@ class VictimChooser:
         )
 
     def decide_together(self, requests: list) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
-        """Victims of requests that `goes_together` said yes to.
+        """Victims of requests that `split` put together.
 
         Returns:
             (states, ids int[K], counts int[E]) of those that lose some, ids request by request.
         """
         hooks = self.hooks
         states = [hooks.states[r.request_id] for r in requests]
-        hooks.sync_all([s.table for s in states], [r.num_computed_tokens for r in requests])
+        batch = Tables([s.table for s in states])
+        hooks.sync_all(batch, [r.num_computed_tokens for r in requests])
+        budget = states[0].budget
+        if (
+            self._limit is None
+            and budget.policy.evict_many is not None
+            and all(s.budget is budget for s in states)
+        ):
+            return self._choose_together(requests, states, batch)
         due = []
         for request, state in zip(requests, states, strict=True):
             num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)
@@ -125,13 +156,6 @@ class VictimChooser:
                 self.schedule_next(state, request.num_computed_tokens)
             else:
                 due.append((request, state, num_evict))
-        budgets = {id(state.budget): state.budget for _, state, _ in due}
-        if (
-            self._limit is None
-            and len(budgets) == 1
-            and due[0][1].budget.policy.evict_many is not None
-        ):
-            return self._choose_together(due)
         for request, state, num_evict in due:
             self.choose(request, state, num_evict, None)
             self.limit_moves(request)
@@ -142,25 +166,64 @@ class VictimChooser:
         return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
 
     def _choose_together(
-        self, due: list[tuple]
+        self, requests: list, states: list[RequestState], batch: Tables
     ) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
-        """Let one policy name the victims of all (request, state, number to evict)."""
-        states = [state for _, state, _ in due]
-        length = np.array([r.num_computed_tokens for r, _, _ in due])
-        budget = states[0].budget
-        view = BatchView(
-            num_computed_tokens=length,
-            budget_tokens=budget.tokens(length),
-            num_evict=np.array([n for _, _, n in due]),
-            oldest=Tables([s.table for s in states]).oldest,
+        """Let the one policy of all these requests, none of which shares blocks, name victims."""
+        budget, length = states[0].budget, batch.number("num_computed_tokens")
+        num_evict = batch.number("num_live_tokens") - budget.tokens(length)
+        scored: list[ScoredIds] = []
+        ready = num_evict >= budget.interval_tokens
+        for e in np.flatnonzero(~ready).tolist():
+            self.schedule_next(states[e], int(length[e]))
+        if self.needs_scores(states[0]):
+            self._find_reports(requests, states, ready, scored)
+        if not ready.all():
+            states = list(compress(states, ready))
+            if not states:
+                return [], NO_SLOTS, num_evict[ready]
+            batch = Tables([s.table for s in states])
+            length, num_evict = length[ready], num_evict[ready]
+        ids, counts = budget.policy.evict_many(
+            self._view(states, batch, length, budget.tokens(length), num_evict, scored)
         )
-        ids, counts = budget.policy.evict_many(view)
         if counts.all():
             return states, ids, counts
-        return (
-            [s for s, n in zip(states, counts.tolist(), strict=True) if n],
-            ids,
-            counts[counts > 0],
+        return list(compress(states, counts)), ids, counts[counts > 0]
+
+    def _find_reports(
+        self, requests: list, states: list[RequestState], ready: np.ndarray, scored: list
+    ) -> None:
+        """Put the scores of those who are ready into `scored`; who has none is not ready."""
+        find = self.hooks.reports.scored_ids
+        for e in np.flatnonzero(ready).tolist():
+            request = requests[e]
+            part = find(request.request_id, self.report_step(request))
+            if part is None:  # see `choose`
+                states[e].next_eviction_len = request.num_computed_tokens
+                ready[e] = False
+            else:
+                scored.append(part)
+
+    def _view(self, states, batch: Tables, length, budget_tokens, num_evict, scored) -> BatchView:
+        ops, seed = batch.arena.ops, self.planner.settings.seed
+
+        def lowest_scored(first_ids, end_ids, sign):
+            return ops.lowest_scored(batch, scored, first_ids, end_ids, num_evict, sign)
+
+        def draw(num_candidates, counts):
+            parts = zip(states, length.tolist(), strict=True)
+            entropy = np.array([(seed, s.prompt_hash, n) for s, n in parts], np.int64)
+            return ops.draw(entropy, num_candidates, counts)
+
+        return BatchView(
+            num_computed_tokens=length,
+            budget_tokens=budget_tokens,
+            num_evict=num_evict,
+            oldest=batch.oldest,
+            lowest_scored=lowest_scored if scored else None,
+            count_below=batch.count_below,
+            at_ranks=batch.at_ranks,
+            draw=draw,
         )
 
     # ---- one request -----------------------------------------------------------------------
@@ -286,15 +349,22 @@ class VictimChooser:
             state.next_eviction_len = due
         hooks.calendar.watch(req_id)
 
+    def schedule_all_next(self, states: list[RequestState], num_evicted: list[int]) -> None:
+        """`schedule_next` after an eviction of requests that went together: they are watched."""
+        for state, gone in zip(states, num_evicted, strict=True):
+            state.next_eviction_len = state.budget.next_eviction_len(
+                gone, state.num_protected, state.table.num_computed_tokens
+            )
+
     def settle(self, num_scheduled: dict[str, int]) -> None:
         """At the end of a step: say when each watched request must be looked at again."""
         hooks = self.hooks
         calendar, states, sharing = hooks.calendar, hooks.states, hooks.shares.sharing
         if hooks.log is not None and hooks.log.replay is not None:
             return  # the record says when, and chunks are cut to it
-        next_step = hooks.step_seq + 1
+        next_step, requests, asked = hooks.step_seq + 1, self.scheduler.requests, hooks.asker.asked
         for req_id in list(calendar.watched):
-            state, request = states[req_id], self.scheduler.requests[req_id]
+            state, request = states[req_id], requests[req_id]
             length = request.num_computed_tokens + num_scheduled.get(req_id, 0)
             known = request.num_tokens + request.num_output_placeholders
             if req_id in sharing or known - length > 1:
@@ -302,8 +372,8 @@ class VictimChooser:
             if state.next_eviction_len >= NEVER:
                 calendar.put_off(req_id, None)
                 continue
-            # Scores are asked for two steps ahead.
-            lead = 2 if self.needs_scores(state) else 0
-            wait = state.next_eviction_len - length - lead
+            wait = state.next_eviction_len - length
+            if hooks.scored and req_id not in asked and self.needs_scores(state):
+                wait -= 2  # scores are asked for two steps ahead
             if wait > 0:
                 calendar.put_off(req_id, next_step + wait)

@@ -50,23 +50,26 @@ class Evictor:
         if not states:
             return
         self._event = event = execute_batch(states, ids, counts, 1, self.counters)
-        rows = [self.manager.req_to_blocks[s.table.req_id] for s in states]
+        rows = [self.manager.req_to_blocks[r] for r in event.req_ids]
         if hooks.caching:  # see _forget_hashes
             written = [rows[e][i] for e, i in zip(*event.rewritten(), strict=True)]
             self._forget_hashes(written)
-        gone, cached = [], self.manager.num_cached_block
-        parts = zip(states, rows, event.rows.gone, event.rows.last, strict=True)
-        for state, blocks, released, last in parts:
-            last_block = blocks[last]
-            gone += [blocks[i] for i in reversed(released)]
-            for i in sorted((*released, last), reverse=True):
+        gone, cached, shift = [], self.manager.num_cached_block, hooks.shift
+        released_of, last_of = event.eviction.gone_lists(), event.eviction.last.tolist()
+        for req_id, blocks, released, last, num_evicted in zip(
+            event.req_ids, rows, released_of, last_of, event.num_evicted, strict=True
+        ):
+            released.reverse()  # the tail goes first: its front is worth more to the prefix cache
+            gone += [blocks[i] for i in released]
+            if last != len(blocks) - 1:
+                blocks.append(blocks[last])
+                released = sorted((*released, last), reverse=True)
+            for i in released:
                 del blocks[i]
-            blocks.append(last_block)
-            table = state.table
-            hooks.shift[table.req_id] = table.num_evicted_tokens  # packed from now on
-            if released and table.req_id in cached:
-                cached[table.req_id] = min(cached[table.req_id], len(blocks))
-            hooks.chooser.schedule_next(state, table.num_computed_tokens)
+            shift[req_id] = num_evicted  # packed from now on
+            if req_id in cached:
+                cached[req_id] = min(cached[req_id], len(blocks))
+        hooks.chooser.schedule_all_next(states, event.num_evicted)
         if gone:
             free_before = self.pool.get_num_free_blocks()
             self.pool.free_blocks(gone)
@@ -202,12 +205,13 @@ class Evictor:
         event, hooks = self._event, self.hooks
         if event is None:
             return None
-        stays = [hooks.states.get(s.table.req_id) is s for s in event.states]
+        running = hooks.states.get
+        stays = [running(r) is s for r, s in zip(event.req_ids, event.states, strict=True)]
         if not all(stays):  # the others were preempted since
             if not any(stays):
                 return None
-            event = event.only(np.array(stays))
-        req_ids = [s.table.req_id for s in event.states]
+            event = event.only(stays)
+        req_ids = event.req_ids
         rows = [self.manager.req_to_blocks[r] for r in req_ids]
         steps = finalize_batch(
             event,

@@ -26,7 +26,8 @@ from vtoken.core.batch import Tables
 from vtoken.core.calendar import Calendar
 from vtoken.core.events import Counters, StepPlan, TraceEntry, build_step_plan
 from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
-from vtoken.core.table import RequestTable, TokenTable
+from vtoken.core.table import TokenTable
+from vtoken.kernels.tables import load_ops
 from vtoken.policies.base import ScoreKind
 from vtoken.vllm_plugin.admission import Admission
 from vtoken.vllm_plugin.asking import ReportAsker
@@ -72,7 +73,7 @@ class SchedulerHooks:
             ),
             self.counters,
         )
-        self.tables = TokenTable(self.block_size)
+        self.tables = TokenTable(self.block_size, load_ops())
         self.states: dict[str, RequestState] = {}
         self.step_seq = 0
         self.trace: list[TraceEntry] = []
@@ -117,15 +118,12 @@ class SchedulerHooks:
         if not due:
             return
         start = time.perf_counter()
-        together = []
-        for request in due:
-            if self.chooser.goes_together(request):
-                together.append(request)
-            else:
-                self.chooser.decide(request, self.states[request.request_id])
-                self.chooser.limit_moves(request)
+        together, alone = self.chooser.split(due)
+        for request in alone:
+            self.chooser.decide(request, self.states[request.request_id])
+            self.chooser.limit_moves(request)
         # Nothing is released before everybody's copies have their blocks.
-        for request in due:
+        for request in alone:
             if request.request_id in self.plans and self.chooser.goes_at_once(request):
                 self.evictor.num_new_tokens = 1
                 self.evictor.execute(request.request_id, self.plans.pop(request.request_id))
@@ -138,11 +136,12 @@ class SchedulerHooks:
         table = state.table
         table.sync([b.block_id for b in blocks[table.num_blocks :]], length)
 
-    def sync_all(self, tables: list[RequestTable], lengths: list[int]) -> None:
+    def sync_all(self, batch: Tables, lengths: list[int]) -> None:
         """`sync` for the tables of several requests, at these lengths."""
-        rows = self.manager.req_to_blocks
-        new_ids = [[b.block_id for b in rows[t.req_id][t.num_blocks :]] for t in tables]
-        Tables(tables).sync(new_ids, lengths)
+        rows, new_ids = self.manager.req_to_blocks, []
+        for table, known in zip(batch.tables, batch.number("num_blocks").tolist(), strict=True):
+            new_ids.append([b.block_id for b in rows[table.req_id][known:]])
+        batch.sync(new_ids, lengths)
 
     # ---- while vLLM schedules and allocates ------------------------------------------------
 

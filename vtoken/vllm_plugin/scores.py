@@ -34,6 +34,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vtoken.core.batch import ScoredIds
 from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
 from vtoken.vllm_plugin.decisions import RequestKey, prompt_hash
@@ -77,8 +78,9 @@ class ReportBook:
     """Questions asked and answers received, by request and step."""
 
     def __init__(self) -> None:
-        self._ids: dict[str, dict[int, np.ndarray]] = {}
-        self._scores: dict[str, dict[int, np.ndarray]] = {}
+        # By request and step: (array, start, end) of the request's part of it.
+        self._ids: dict[str, dict[int, tuple[np.ndarray, int, int]]] = {}
+        self._scores: dict[str, dict[int, tuple[np.ndarray, int, int]]] = {}
 
     def __len__(self) -> int:
         return sum(len(asked) for asked in self._ids.values())
@@ -87,24 +89,37 @@ class ReportBook:
         """The last step in which this request's scores were asked for; -1: never."""
         return max(self._ids.get(req_id, ()), default=-1)
 
-    def ask(self, req_id: str, step_seq: int, ids_by_index: np.ndarray) -> None:
-        """Remember the layout that a question of this step is about."""
+    def ask(
+        self,
+        req_id: str,
+        step_seq: int,
+        ids_by_index: np.ndarray,
+        start: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """Remember the layout that a question of this step is about.
+
+        Args:
+            ids_by_index: int32, of which start .. end - 1 is this request's part.
+        """
         asked, answered = self._ids.setdefault(req_id, {}), self._scores.setdefault(req_id, {})
         for old in [s for s in asked if s <= step_seq - KEEP_STEPS]:
             del asked[old]
             answered.pop(old, None)
-        asked[step_seq] = ids_by_index
+        asked[step_seq] = (ids_by_index, start, len(ids_by_index) if end is None else end)
 
     def ids_asked(self, req_id: str, step_seq: int) -> np.ndarray | None:
         """int32[n], the logical id at each physical index a question is about; None: not asked."""
-        return self._ids.get(req_id, {}).get(step_seq)
+        part = self._ids.get(req_id, {}).get(step_seq)
+        return None if part is None else part[0][part[1] : part[2]]
 
     def receive(self, report: ScoreReport) -> None:
         """Take in a report; answers to forgotten questions are dropped."""
+        step_seq, start = report.step_seq, report.start.tolist()
+        scores = np.ascontiguousarray(report.scores, np.float32)
         for r, req_id in enumerate(report.req_ids):
-            if self.ids_asked(req_id, report.step_seq) is not None:
-                part = report.scores[report.start[r] : report.start[r + 1]]
-                self._scores[req_id][report.step_seq] = part
+            if step_seq in self._ids.get(req_id, ()):
+                self._scores[req_id][step_seq] = (scores, start[r], start[r + 1])
 
     def has(self, req_id: str, step_seq: int) -> bool:
         """Whether the report of this step is there."""
@@ -112,14 +127,24 @@ class ReportBook:
 
     def scores_for(self, req_id: str, step_seq: int, num_ids: int) -> np.ndarray | None:
         """float32[num_ids] by logical id, NaN where the report has none; None: no report."""
-        ids = self.ids_asked(req_id, step_seq)
-        scores = self._scores.get(req_id, {}).get(step_seq)
-        if ids is None or scores is None:
+        part = self.scored_ids(req_id, step_seq)
+        if part is None:
             return None
-        assert len(ids) == len(scores), (req_id, step_seq, len(ids), len(scores))
         out = np.full(num_ids + 1, np.nan, np.float32)
-        out[ids] = scores  # those of holes (-1) end up behind the last id
+        ids = part.ids[part.ids_start : part.ids_start + part.count]
+        # Those of holes (-1) end up behind the last id.
+        out[ids] = part.scores[part.scores_start : part.scores_start + part.count]
         return out[:num_ids]
+
+    def scored_ids(self, req_id: str, step_seq: int) -> ScoredIds | None:
+        """The report of one step as it came, by physical index; None: no report."""
+        scores = self._scores.get(req_id, {}).get(step_seq)
+        if scores is None:
+            return None
+        ids, first, end = self._ids[req_id][step_seq]
+        array, scores_first, scores_end = scores
+        assert end - first == scores_end - scores_first, (req_id, step_seq, first, end)
+        return ScoredIds(ids, first, array, scores_first, end - first)
 
     def forget(self, req_id: str) -> None:
         """Drop all questions and answers about a request."""
