@@ -5,14 +5,18 @@ in the same step, which is the steady state of decoding under a budget. `BatchOp
 `vtoken.core.batch_numpy` does it with numpy calls, whoever may import more can hand an arena a
 compiled form (`vtoken.kernels.tables`). tests/unit/test_batch.py holds them all against each other.
 
-Shape legend: E requests, N block size (tokens), K tokens over all requests. A ragged array holds
-its parts one after another; `owner[k]` is the request of entry k.
+Shape legend: E requests, N block size (tokens), K tokens over all requests, ints[E] a list with a
+number for each request. A ragged array holds its parts one after another; `owner[k]` is the request
+of entry k. What there is one of for each request comes in lists and what there is one of for each
+token in arrays: a step has a few dozen requests, and for so few a list is the faster one.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,7 +29,7 @@ class Tables:
     """The tables of E requests of one arena; E > 0.
 
     Attributes:
-        rows: int64[E], their rows of the arena's numbers.
+        rows: their rows of the arena's numbers, E of them, with an address.
     """
 
     __slots__ = ("arena", "block_size", "rows", "tables")
@@ -33,7 +37,7 @@ class Tables:
     def __init__(self, tables: Sequence[RequestTable]) -> None:
         self.tables, self.arena = tables, tables[0].arena
         self.block_size = self.arena.block_size
-        self.rows = np.array([t.number_row for t in tables])
+        self.rows = array("q", [t.number_row for t in tables])
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -51,13 +55,15 @@ class Tables:
     def sync(self, new_block_ids: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         self.arena.ops.sync(self, new_block_ids, lengths)
 
-    def oldest(self, counts: np.ndarray, first_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.arena.ops.oldest(self, counts, first_ids)
+    def oldest(
+        self, counts: list[int], first_ids: list[int], end_ids: list[int]
+    ) -> tuple[np.ndarray, list[int]]:
+        return self.arena.ops.oldest(self, counts, first_ids, end_ids)
 
-    def count_below(self, bounds: np.ndarray) -> np.ndarray:
+    def count_below(self, bounds: list[int]) -> list[int]:
         return self.arena.ops.count_below(self, bounds)
 
-    def at_ranks(self, ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def at_ranks(self, ranks: np.ndarray, counts: list[int]) -> np.ndarray:
         return self.arena.ops.at_ranks(self, ranks, counts)
 
 
@@ -66,35 +72,28 @@ class Eviction:
     """What an eviction leaves in E rows that were packed; the rows themselves are as they were.
 
     Attributes:
-        num_blocks, num_keep: int64[E], blocks of the row, and of the new one.
-        gone: int32, ragged with `num_blocks - num_keep`: row positions that go, ascending.
-        last: int64[E], old position of the new row's last block; the others that stay keep their
+        num_blocks, num_keep: ints[E], blocks of the row, and of the new one.
+        gone: row positions that go, ascending, by request.
+        last: ints[E], old position of the new row's last block; the others that stay keep their
             order.
-        holes: int32[K], local slots of the victims, ragged with `counts`: int64[E].
+        holes: int32[K], local slots of the victims, ragged with `counts`: ints[E].
     """
 
-    num_blocks: np.ndarray
-    num_keep: np.ndarray
-    gone: np.ndarray
-    last: np.ndarray
+    num_blocks: list[int]
+    num_keep: list[int]
+    gone: list[list[int]]
+    last: list[int]
     holes: np.ndarray
-    counts: np.ndarray
+    counts: list[int]
 
-    def only(self, stays: np.ndarray) -> Eviction:
-        """The part of some requests: bool[E]."""
-        num_gone = self.num_blocks - self.num_keep
-        return Eviction(
-            self.num_blocks[stays], self.num_keep[stays], self.gone[stays.repeat(num_gone)],
-            self.last[stays], self.holes[stays.repeat(self.counts)], self.counts[stays],
-        )  # fmt: skip
-
-    def gone_lists(self) -> list[list[int]]:
-        """`gone`, by request."""
-        gone, parts, first = self.gone.tolist(), [], 0
-        for count in (self.num_blocks - self.num_keep).tolist():
-            parts.append(gone[first : first + count])
-            first += count
-        return parts
+    def only(self, stays: Sequence[bool]) -> Eviction:
+        """The part of some requests: bools[E]."""
+        of_tokens = np.array(stays).repeat(self.counts)
+        blocks, keep, gone, last, counts = (
+            list(compress(part, stays))
+            for part in (self.num_blocks, self.num_keep, self.gone, self.last, self.counts)
+        )
+        return Eviction(blocks, keep, gone, last, self.holes[of_tokens], counts)
 
 
 @dataclass(slots=True)
@@ -102,24 +101,22 @@ class Packed:
     """What packing did, for the step's plan.
 
     Attributes:
-        new_token_index: int32[E], as in StepPlan.
-        num_appended: int64[E], new tokens that are still to be appended at the packed end.
+        num_reclaimed, new_token_index, rewrites_row, row_start, row_kept, move_start,
+            move_source, move_destination: as in StepPlan, for E requests.
+        num_appended: ints[E], new tokens that are still to be appended at the packed end.
         num_reused: new tokens that took a hole inside the layout.
-        rewrites_row: bool[E], rows that are not as they were.
-        row_kept: int32, the old position at each new one, of the rows that are rewritten; ragged
-            with `row_counts` int64[E], 0 for the others.
-        source, destination: int64[M], vLLM slots, ragged with `move_counts` int64[E].
     """
 
+    num_reclaimed: np.ndarray
     new_token_index: np.ndarray
-    num_appended: np.ndarray
-    num_reused: int
     rewrites_row: np.ndarray
-    row_counts: np.ndarray
+    row_start: np.ndarray
     row_kept: np.ndarray
-    source: np.ndarray
-    destination: np.ndarray
-    move_counts: np.ndarray
+    move_start: np.ndarray
+    move_source: np.ndarray
+    move_destination: np.ndarray
+    num_appended: list[int]
+    num_reused: int
 
 
 class ScoredIds(NamedTuple):
@@ -147,59 +144,57 @@ class BatchOps(Protocol):
         """Register blocks and tokens that were appended; as `RequestTable.sync`."""
 
     def oldest(
-        self, batch: Tables, counts: np.ndarray, first_ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The lowest live ids; as `RequestTable.oldest`.
+        self, batch: Tables, counts: list[int], first_ids: list[int], end_ids: list[int]
+    ) -> tuple[np.ndarray, list[int]]:
+        """The lowest live ids of half-open ranges; as `RequestTable.oldest`.
 
         Args:
-            counts, first_ids: int64[E].
+            counts, first_ids, end_ids: ints[E].
 
         Returns:
-            (ids int64[K], counts int64[E]): as many as there are.
+            (ids int64[K], counts ints[E]): as many as there are.
         """
 
-    def count_below(self, batch: Tables, bounds: np.ndarray) -> np.ndarray:
-        """int64[E], live ids below int64[E]; as `LiveIndex.count_below`."""
+    def count_below(self, batch: Tables, bounds: list[int]) -> list[int]:
+        """ints[E], live ids below ints[E]; as `LiveIndex.count_below`."""
 
-    def at_ranks(self, batch: Tables, ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def at_ranks(self, batch: Tables, ranks: np.ndarray, counts: list[int]) -> np.ndarray:
         """int64[K], ascending by request: the live ids with these ranks; as `LiveIndex.at`.
 
         Args:
-            ranks: int64[K] in any order, ragged with `counts` int64[E].
+            ranks: int64[K] in any order, ragged with `counts` ints[E].
         """
 
     def lowest_scored(
         self,
         batch: Tables,
         scored: Sequence[ScoredIds],
-        first_ids: np.ndarray,
-        end_ids: np.ndarray,
-        counts: np.ndarray,
+        first_ids: list[int],
+        end_ids: list[int],
+        counts: list[int],
         sign: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, list[int]]:
         """The live ids with the lowest `sign` * score; as `Policy.lowest_scored`.
 
         Args:
-            first_ids, end_ids: int64[E], half-open range of ids that may be named.
-            counts: int64[E], how many, at most.
+            first_ids, end_ids: ints[E], half-open range of ids that may be named.
+            counts: ints[E], how many, at most.
 
         Returns:
-            (ids int64[K] ascending by request, counts int64[E]).
+            (ids int64[K] ascending by request, counts ints[E]).
         """
 
     def draw(
-        self, entropy: np.ndarray, num_candidates: np.ndarray, counts: np.ndarray
+        self, entropy: Sequence[Sequence[int]], num_candidates: list[int], counts: list[int]
     ) -> np.ndarray:
         """int64[K], ranks drawn without replacement; as `RequestView.rng().choice`.
 
         Args:
-            entropy: int64[E, 3], what the generators are seeded with.
-            num_candidates, counts: int64[E], draw counts[e] of range(num_candidates[e]).
+            entropy: three numbers for each request, what its generator is seeded with.
+            num_candidates, counts: ints[E], draw counts[e] of range(num_candidates[e]).
         """
 
-    def execute(
-        self, batch: Tables, ids: np.ndarray, counts: np.ndarray, num_new: int
-    ) -> Eviction:
+    def execute(self, batch: Tables, ids: np.ndarray, counts: list[int], num_new: int) -> Eviction:
         """Mark live ids dead and choose the blocks to keep, so that the fewest tokens move.
 
         As `RequestTable.evict` and `reclaim.choose_kept`. Before the eviction every block is full
@@ -208,18 +203,18 @@ class BatchOps(Protocol):
 
         Args:
             batch: packed, `sync`ed.
-            ids: int[K], ascending by request, ragged with `counts` int64[E], at least one each.
+            ids: int[K], ascending by request, ragged with `counts` ints[E], at least one each.
             num_new: tokens about to be scheduled; blocks for them are kept.
         """
 
-    def pack(self, batch: Tables, eviction: Eviction, num_new: np.ndarray) -> Packed:
+    def pack(self, batch: Tables, eviction: Eviction, num_new: list[int]) -> Packed:
         """Move what lies outside the packed prefix into the holes; one new token takes a hole.
 
         As `reclaim.place_packed` and what `RequestPlanner` does with it.
 
         Args:
             eviction: what `execute` said of the same tables, untouched since.
-            num_new: int64[E], tokens scheduled in this step.
+            num_new: ints[E], tokens scheduled in this step.
         """
 
     def ids_by_index(self, batch: Tables) -> tuple[np.ndarray, list[int]]:

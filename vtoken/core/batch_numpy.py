@@ -14,6 +14,7 @@ from vtoken.core.batch import Eviction, Packed, ScoredIds, Tables
 from vtoken.core.batch_packing import arange, pack, ragged
 from vtoken.core.live_index import LiveIndex
 from vtoken.core.table import ONE
+from vtoken.policies.selection import lowest_indices
 
 
 class NumpyOps:
@@ -69,48 +70,45 @@ class NumpyOps:
     # ---- reading ---------------------------------------------------------------------------
 
     def oldest(
-        self, batch: Tables, counts: np.ndarray, first_ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        tables, firsts = batch.tables, first_ids.tolist()
-        start = np.array([t.dead_run_end(f) for t, f in zip(tables, firsts, strict=True)])
-        length = batch.number("num_computed_tokens")
-        counts = np.maximum(counts, 0)
-        owner, within = ragged(np.minimum(counts, np.maximum(length - start, 0)))
+        self, batch: Tables, counts: list[int], first_ids: list[int], end_ids: list[int]
+    ) -> tuple[np.ndarray, list[int]]:
+        tables, wanted = batch.tables, np.maximum(counts, 0)
+        start = np.array([t.dead_run_end(f) for t, f in zip(tables, first_ids, strict=True)])
+        end = np.minimum(batch.number("num_computed_tokens"), end_ids)
+        owner, within = ragged(np.minimum(wanted, np.maximum(end - start, 0)))
         ids = start[owner] + within
         dead = batch.arena.index_of[batch.number("token_base")[owner] + ids] < 0
-        slow = start + counts > length
+        slow = start + wanted > end
         slow[owner[dead]] = True
         if not slow.any():
-            return ids, counts
+            return ids, wanted.tolist()
         parts = [
-            tables[e].oldest(int(counts[e]), firsts[e])
+            tables[e].oldest(int(wanted[e]), first_ids[e])
             if slow[e]
-            else np.arange(start[e], start[e] + counts[e])
+            else np.arange(start[e], start[e] + wanted[e])
             for e in range(len(tables))
         ]
-        return np.concatenate(parts).astype(np.int64), np.array([len(p) for p in parts])
+        parts = [ids[ids < last] for ids, last in zip(parts, end_ids, strict=True)]
+        return np.concatenate(parts).astype(np.int64), [len(p) for p in parts]
 
-    def count_below(self, batch: Tables, bounds: np.ndarray) -> np.ndarray:
-        parts = zip(batch.tables, bounds.tolist(), strict=True)
-        return np.array([LiveIndex(t).count_below(bound) for t, bound in parts])
+    def count_below(self, batch: Tables, bounds: list[int]) -> list[int]:
+        return [LiveIndex(t).count_below(b) for t, b in zip(batch.tables, bounds, strict=True)]
 
-    def at_ranks(self, batch: Tables, ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        parts = zip(batch.tables, np.split(ranks, counts.cumsum()[:-1]), strict=True)
+    def at_ranks(self, batch: Tables, ranks: np.ndarray, counts: list[int]) -> np.ndarray:
+        parts = zip(batch.tables, np.split(ranks, np.cumsum(counts)[:-1]), strict=True)
         return np.concatenate([LiveIndex(t).at(np.sort(r)) for t, r in parts]).astype(np.int64)
 
     def lowest_scored(
         self,
         batch: Tables,
         scored: Sequence[ScoredIds],
-        first_ids: np.ndarray,
-        end_ids: np.ndarray,
-        counts: np.ndarray,
+        first_ids: list[int],
+        end_ids: list[int],
+        counts: list[int],
         sign: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        from vtoken.policies.selection import lowest_indices
-
+    ) -> tuple[np.ndarray, list[int]]:
         parts = []
-        bounds = zip(first_ids.tolist(), end_ids.tolist(), counts.tolist(), strict=True)
+        bounds = zip(first_ids, end_ids, counts, strict=True)
         for table, given, (first, end, count) in zip(batch.tables, scored, bounds, strict=True):
             by_id = np.full(table.num_computed_tokens + 1, np.nan, np.float32)
             ids = given.ids[given.ids_start : given.ids_start + given.count]
@@ -122,15 +120,14 @@ class NumpyOps:
                 keys[table.index_of[first:end] < 0] = np.nan
                 chosen = lowest_indices(keys, count)
             parts.append(first + chosen)
-        return np.concatenate(parts), np.array([len(p) for p in parts])
+        return np.concatenate(parts), [len(p) for p in parts]
 
     def draw(
-        self, entropy: np.ndarray, num_candidates: np.ndarray, counts: np.ndarray
+        self, entropy: Sequence[Sequence[int]], num_candidates: list[int], counts: list[int]
     ) -> np.ndarray:
-        rows = zip(entropy.tolist(), num_candidates.tolist(), counts.tolist(), strict=True)
         parts = [
             np.random.default_rng(seed).choice(n, size=count, replace=False)
-            for seed, n, count in rows
+            for seed, n, count in zip(entropy, num_candidates, counts, strict=True)
         ]
         return np.concatenate(parts)
 
@@ -141,15 +138,13 @@ class NumpyOps:
 
     # ---- eviction --------------------------------------------------------------------------
 
-    def execute(
-        self, batch: Tables, ids: np.ndarray, counts: np.ndarray, num_new: int
-    ) -> Eviction:
-        holes, owner = self._evict(batch, ids, counts)
+    def execute(self, batch: Tables, ids: np.ndarray, counts: list[int], num_new: int) -> Eviction:
+        holes, owner = self._evict(batch, ids, np.array(counts))
         num_blocks = batch.number("num_blocks")
         needed = -(-(batch.number("num_live_tokens") + num_new) // batch.block_size)
         num_keep = np.minimum(num_blocks, needed)
         gone, last = _choose(batch, num_keep, holes, owner)
-        return Eviction(num_blocks, num_keep, gone, last, holes, counts)
+        return Eviction(num_blocks.tolist(), num_keep.tolist(), gone, last, holes, counts)
 
     @staticmethod
     def _evict(batch: Tables, ids: np.ndarray, counts: np.ndarray) -> tuple:
@@ -171,13 +166,13 @@ class NumpyOps:
             batch.tables[e].extend_dead_run(int(first[e]), int(last[e]) + 1)
         return local, owner
 
-    def pack(self, batch: Tables, eviction: Eviction, num_new: np.ndarray) -> Packed:
-        return pack(batch, eviction, num_new)
+    def pack(self, batch: Tables, eviction: Eviction, num_new: list[int]) -> Packed:
+        return pack(batch, eviction, np.array(num_new))
 
 
 def _choose(
     batch: Tables, num_keep: np.ndarray, holes: np.ndarray, hole_owner: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[list[list[int]], list[int]]:
     """Choose the blocks to keep; as `reclaim.choose_kept`.
 
     Returns:
@@ -200,14 +195,13 @@ def _choose(
     owner, pos = key // ((N + 1) * B), key % B
     counts = np.bincount(owner, minlength=len(num_blocks)).tolist()
     pos, key = pos.tolist(), (key // B).tolist()
-    gone: list[int] = []
-    last, first = [], 0
+    gone, last, first = [], [], 0
     sizes = zip(num_blocks.tolist(), num_keep.tolist(), counts, strict=True)
     for size, keep, count in sizes:
         end, num_gone = first + count, size - keep
         assert num_gone <= count, "a row was not packed before the eviction"
         going = sorted(pos[first : first + num_gone])
-        gone += going
+        gone.append(going)
         first += num_gone
         # The emptiest goes last. Equally empty: the one at the end stays there.
         if first < end:
@@ -215,7 +209,7 @@ def _choose(
         else:  # all that stay are full
             last.append(max(set(range(size - num_gone - 1, size)).difference(going)))
         first = end
-    return np.array(gone, np.int32), np.array(last)
+    return gone, last
 
 
 def _last_of_emptiest(pos: list[int], fullness: list[int], first: int, end: int) -> int:

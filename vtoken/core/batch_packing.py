@@ -11,6 +11,7 @@ import numpy as np
 
 from vtoken.core.arena import CHUNK_TOKENS
 from vtoken.core.batch import Eviction, Packed, Tables
+from vtoken.core.events import starts
 from vtoken.core.table import NO_SLOTS, ONE
 
 _GONE = 1 << 60
@@ -77,8 +78,8 @@ class Rows:
 
 def make_rows(eviction: Eviction) -> Rows:
     """Spell out the new rows of an eviction."""
-    num_blocks, num_keep = eviction.num_blocks, eviction.num_keep
-    gone, last = eviction.gone_lists(), eviction.last.tolist()
+    num_blocks, num_keep = np.array(eviction.num_blocks), np.array(eviction.num_keep)
+    gone, last = eviction.gone, eviction.last
     ends = num_keep.cumsum()
     start = (ends - num_keep).tolist()
     kept, places = np.empty(int(ends[-1]), np.int32), arange(int(num_blocks.max()))
@@ -118,15 +119,23 @@ def pack(batch: Tables, eviction: Eviction, num_new: np.ndarray) -> Packed:
     move_counts = np.bincount(source_owner, minlength=E)
     assert (move_counts == dead_counts - reuses).all(), "holes and displaced tokens do not pair up"
 
-    slots = _move(batch, source, dead[stays], source_owner)
+    move_source, move_destination = _move(batch, source, dead[stays], source_owner)
     _set_rows(batch, rows)
     new_token_index = np.full(E, -1, np.int32)
     num_reused = _reuse(batch, np.flatnonzero(reuses), dead[taken], new_token_index)
-    kept = rows.kept if rows.changed.all() else rows.kept[rows.changed.repeat(rows.num_keep)]
+    reclaimed = batch.number("num_computed_tokens") - batch.number("num_physical_tokens")
     return Packed(
-        new_token_index, num_new - reuses, num_reused, rows.changed,
-        np.where(rows.changed, rows.num_keep, 0), kept, *slots, move_counts,
-    )  # fmt: skip
+        num_reclaimed=reclaimed.astype(np.int32),
+        new_token_index=new_token_index,
+        rewrites_row=rows.changed,
+        row_start=starts(np.where(rows.changed, rows.num_keep, 0)),
+        row_kept=rows.kept[rows.changed.repeat(rows.num_keep)],
+        move_start=starts(move_counts),
+        move_source=move_source,
+        move_destination=move_destination,
+        num_appended=(num_new - reuses).tolist(),
+        num_reused=num_reused,
+    )
 
 
 def _dead_inside(batch, rows: Rows, holes, hole_owner, in_row):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, pairwise
 
 import numpy as np
 
@@ -36,13 +36,13 @@ class BatchEvent:
         """The event of some requests: bool[E]."""
         parts = (self.states, self.req_ids, self.num_evicted)
         states, req_ids, num_evicted = (list(compress(part, stays)) for part in parts)
-        return BatchEvent(states, req_ids, self.eviction.only(np.array(stays)), num_evicted)
+        return BatchEvent(states, req_ids, self.eviction.only(stays), num_evicted)
 
     def rewritten(self) -> tuple[list[int], list[int]]:
         """(request, old row position) of blocks that stay and will be written into."""
         eviction, found = self.eviction, []
-        parts = zip(self.states, eviction.gone_lists(), eviction.last.tolist(), strict=True)
-        holes = np.split(eviction.holes, eviction.counts.cumsum()[:-1])
+        parts = zip(self.states, eviction.gone, eviction.last, strict=True)
+        holes = np.split(eviction.holes, np.cumsum(eviction.counts)[:-1])
         for e, (state, gone, last) in enumerate(parts):
             table, N = state.table, state.table.block_size
             kept = [p for p in range(table.num_blocks) if p != last]
@@ -58,7 +58,7 @@ class BatchEvent:
 def execute_batch(
     states: Sequence[RequestState],
     ids: np.ndarray,
-    counts: np.ndarray,
+    counts: list[int],
     num_new: int,
     counters: Counters,
 ) -> BatchEvent:
@@ -71,16 +71,14 @@ def execute_batch(
     """
     batch = Tables([s.table for s in states])
     eviction = batch.arena.ops.execute(batch, ids, counts, num_new)
-    released = (eviction.num_blocks - eviction.num_keep).tolist()
     counters.evicted_tokens += len(ids)
     counters.eviction_events += len(states)
-    counters.dropped_blocks += sum(released)
-    for state, count in zip(states, released, strict=True):
+    for state, gone in zip(states, eviction.gone, strict=True):
         state.executed = state.packs = True
-        state.num_released = count
-    num_evicted = batch.number("num_computed_tokens") - batch.number("num_live_tokens")
-    req_ids = [t.req_id for t in batch.tables]
-    return BatchEvent(list(states), req_ids, eviction, num_evicted.tolist())
+        state.num_released = len(gone)
+        counters.dropped_blocks += len(gone)
+    num_evicted = [t.num_computed_tokens - t.num_live_tokens for t in batch.tables]
+    return BatchEvent(list(states), [t.req_id for t in batch.tables], eviction, num_evicted)
 
 
 def finalize_batch(
@@ -98,30 +96,21 @@ def finalize_batch(
     """
     states, eviction = event.states, event.eviction
     batch = Tables([s.table for s in states])
-    packed = batch.arena.ops.pack(batch, eviction, np.array(num_new))
-    if packed.num_appended.any():
-        for e in np.flatnonzero(packed.num_appended).tolist():
+    packed = batch.arena.ops.pack(batch, eviction, num_new)
+    for e, count in enumerate(packed.num_appended):
+        if count:
             table = states[e].table
-            new_ids = row_from(e, table.num_blocks)
-            table.sync(new_ids, table.num_computed_tokens + int(packed.num_appended[e]))
-    moves, moved = packed.move_counts, packed.move_counts > 0
-    released = eviction.num_keep < eviction.num_blocks
-    counters.moved_tokens += len(packed.source)
-    counters.repacking_moves += int(moves[~released].sum())
-    counters.relocation_events += int((moved | released).sum())
+            table.sync(row_from(e, table.num_blocks), table.num_computed_tokens + count)
+    counters.moved_tokens += len(packed.move_source)
     counters.reused_slots += packed.num_reused
-    for state in states:
+    move_start = packed.move_start.tolist()
+    for state, gone, (first, end) in zip(states, eviction.gone, pairwise(move_start), strict=True):
+        counters.repacking_moves += 0 if gone else end - first
+        counters.relocation_events += bool(gone) or end > first
         state.executed = state.packs = False
         state.num_released = 0
-    reclaimed = batch.number("num_computed_tokens") - batch.number("num_physical_tokens")
     return BatchSteps(
-        req_ids=event.req_ids,
-        num_reclaimed=reclaimed,
-        new_token_index=packed.new_token_index,
-        rewrites_row=packed.rewrites_row,
-        row_counts=packed.row_counts,
-        row_kept=packed.row_kept,
-        move_counts=moves,
-        move_source=packed.source,
-        move_destination=packed.destination,
-    )
+        event.req_ids, packed.num_reclaimed, packed.new_token_index, packed.rewrites_row,
+        packed.row_start, packed.row_kept, packed.move_start, packed.move_source,
+        packed.move_destination,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
 import numpy as np
 
@@ -106,25 +107,21 @@ def _packed(mask: np.ndarray) -> np.ndarray:
 
 @dataclass(slots=True)
 class BatchSteps:
-    """Entries of a StepPlan for E requests whose holes were all filled in this step.
-
-    Attributes:
-        row_kept: int32, ragged with `row_counts`; 0 where the row is not rewritten.
-        move_source, move_destination: int64[M], vLLM slots, ragged with `move_counts`.
-    """
+    """Entries of a StepPlan for E requests whose holes were all filled in this step."""
 
     req_ids: list[str]
     num_reclaimed: np.ndarray
     new_token_index: np.ndarray
     rewrites_row: np.ndarray
-    row_counts: np.ndarray
+    row_start: np.ndarray
     row_kept: np.ndarray
-    move_counts: np.ndarray
+    move_start: np.ndarray
     move_source: np.ndarray
     move_destination: np.ndarray
 
 
-def _starts(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+def starts(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int32[E + 1], where the parts of a ragged array begin and end."""
     start = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=start[1:])
     return start
@@ -154,6 +151,9 @@ def build_step_plan(
         theirs = getattr(batch, name)
         return (np.concatenate([theirs, mine]) if len(mine) else theirs).astype(dtype, copy=False)
 
+    def join_starts(name: str, counts: list[int]) -> np.ndarray:
+        return starts(counts if batch is None else [*np.diff(getattr(batch, name)), *counts])
+
     row_counts, row_kept = _flatten(
         [s.kept if s.kept is not None else _NO_KEPT for s in steps], np.int32
     )
@@ -175,14 +175,14 @@ def build_step_plan(
         num_reclaimed=join("num_reclaimed", [s.num_reclaimed for s in steps], np.int32),
         new_token_index=join("new_token_index", [s.new_token_index for s in steps], np.int32),
         rewrites_row=join("rewrites_row", [s.kept is not None for s in steps], bool),
-        row_start=_starts(join("row_counts", row_counts, np.int64)),
+        row_start=join_starts("row_start", row_counts),
         row_kept=join("row_kept", row_kept, np.int32),
-        added_start=_starts(none + added_counts),
+        added_start=starts(none + added_counts),
         row_added=row_added,
         mask_kind=np.array([MASK_PACKED] * len(none) + [s.mask_kind for s in steps], np.uint8),
-        mask_start=_starts(none + mask_counts),
+        mask_start=starts(none + mask_counts),
         mask_bits=mask_bits,
-        move_start=_starts(join("move_counts", move_counts, np.int64)),
+        move_start=join_starts("move_start", move_counts),
         move_source=join("move_source", move_source, np.int64),
         move_destination=join("move_destination", _flatten(targets, np.int64)[1], np.int64),
         report_req_ids=report_req_ids,
@@ -190,25 +190,34 @@ def build_step_plan(
     )
 
 
+@lru_cache(maxsize=64)
+def _constants(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts of empty parts, and MASK_PACKED, for this many requests; nobody may write into them."""
+    nothing, packed = np.zeros(size + 1, np.int32), np.full(size, MASK_PACKED, np.uint8)
+    nothing.flags.writeable = packed.flags.writeable = False
+    return nothing, packed
+
+
 def _plan_of_batch(
     step_seq: int, batch: BatchSteps, report_req_ids: list[str], fresh_blocks: Sequence[int]
 ) -> StepPlan:
     """`build_step_plan` without entries of single requests, as in most steps."""
-    nothing = np.zeros(len(batch.req_ids) + 1, np.int32)
+    size = len(batch.req_ids)
+    nothing, packed = _constants(size)
     return StepPlan(
         step_seq=step_seq,
         req_ids=list(batch.req_ids),
-        num_reclaimed=batch.num_reclaimed.astype(np.int32),
-        new_token_index=batch.new_token_index.astype(np.int32),
+        num_reclaimed=batch.num_reclaimed,
+        new_token_index=batch.new_token_index,
         rewrites_row=batch.rewrites_row,
-        row_start=_starts(batch.row_counts),
+        row_start=batch.row_start,
         row_kept=batch.row_kept,
         added_start=nothing,
         row_added=_NO_KEPT,
-        mask_kind=np.full(len(batch.req_ids), MASK_PACKED, np.uint8),
+        mask_kind=packed,
         mask_start=nothing,
         mask_bits=_NO_BITS,
-        move_start=_starts(batch.move_counts),
+        move_start=batch.move_start,
         move_source=batch.move_source,
         move_destination=batch.move_destination,
         report_req_ids=report_req_ids,

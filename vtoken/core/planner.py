@@ -52,6 +52,12 @@ class Budget:
             kv_budget_tokens=self.kv_budget_tokens,
         )
 
+    def all_tokens(self, lengths: list[int]) -> list[int]:
+        """The budgets at several logical lengths."""
+        if self.kv_budget_tokens is not None:
+            return [self.tokens(0)] * len(lengths)
+        return [self.tokens(length) for length in lengths]
+
     def next_eviction_len(self, num_evicted: int, num_protected: int, now: int) -> int:
         """Smallest logical length >= now at which live >= budget + interval, if none is evicted.
 

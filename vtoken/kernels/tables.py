@@ -1,17 +1,22 @@
 """`BatchOps` compiled: what a step does to the tables of many requests, one C++ call for each.
 
 The sources are in csrc/tables; they are built and cached like the kernels, and need no particular
-processor. Arguments are copied into buffers whose addresses are known: an array's own address
-costs more to ask for than a short copy takes. Where nothing can be compiled numpy stays in force,
-with the same results.
+processor. Where nothing can be compiled numpy stays in force, with the same results.
+
+Between one step's bookkeeping and the next lies all the rest of a step, so little of it is in the
+processor's caches and every library call costs several times what it does in a loop. Hence lists
+and `array.array`, whose few operations the rest of the step uses too, where there is one number for
+each request, and numpy only for what there is one of for each token.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from array import array
 from collections.abc import Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -47,34 +52,38 @@ class _Arena(Structure):
 
 
 class _Buffer:
-    """An array that is used for call after call, and its address."""
+    """An array that results are written into, call after call, and its address."""
 
-    __slots__ = ("address", "array")
+    __slots__ = ("address", "array", "view")
 
     def __init__(self, dtype, size: int = 1024) -> None:
-        self._make(dtype, size)
-
-    def _make(self, dtype, size: int) -> None:
         self.array = np.empty(size, dtype)
         self.address = self.array.__array_interface__["data"][0]
+        self.view = memoryview(self.array)
 
     def room(self, size: int) -> int:
         """Hold at least this many entries, whose values are lost; returns the address."""
         if size > len(self.array):
-            self._make(self.array.dtype, 2 * size)
+            self.__init__(self.array.dtype, 2 * size)
         return self.address
 
-    def put(self, values: Sequence[int] | np.ndarray) -> int:
+    def put(self, values: np.ndarray) -> int:
         """Hold these values; returns the address."""
-        size = len(values)
-        if size > len(self.array):
-            self.room(size)
-        self.array[:size] = values
+        self.room(len(values))
+        self.array[: len(values)] = values
         return self.address
 
     def take(self, size: int) -> np.ndarray:
         """A copy of the first entries."""
         return self.array[:size].copy()
+
+    def ints(self, size: int) -> list[int]:
+        """The first entries."""
+        return self.view[:size].tolist()
+
+
+def _address(numbers: array) -> int:
+    return numbers.buffer_info()[0]
 
 
 def load_ops() -> BatchOps:
@@ -95,8 +104,8 @@ def load_ops() -> BatchOps:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Let integers go through as pointers and int64."""
     for name, num_args in (
-        ("sync", 6), ("oldest", 7), ("lowest_scored", 12), ("count_below", 5), ("at_ranks", 6),
-        ("draw", 5), ("ids_by_index", 5), ("execute", 12), ("pack", 20),
+        ("sync", 6), ("oldest", 8), ("lowest_scored", 12), ("count_below", 5), ("at_ranks", 6),
+        ("draw", 5), ("ids_by_index", 5), ("execute", 12), ("pack", 19),
     ):  # fmt: skip
         function = getattr(library, f"vtt_{name}")
         function.restype = c_int64
@@ -114,15 +123,11 @@ class CompiledOps(NumpyOps):
         self._library = library
         self._arena, self._seen = _Arena(), (None, -1)
         self._pointer = byref(self._arena)
-        for kind, names in (
-            (np.int64, ("rows", "counts", "firsts", "ends", "sizes", "ids", "ranks", "found",
-                        "ids_at", "scores_at", "num_blocks", "num_keep", "last", "num_new",
-                        "appended", "row_counts", "move_counts", "source", "destination",
-                        "totals")),
-            (np.int32, ("new_ids", "holes", "gone", "token_index", "kept")),
-        ):  # fmt: skip
-            for name in names:
-                setattr(self, f"_{name}", _Buffer(kind))
+        for name in ("ids", "ranks", "found", "num_blocks", "num_keep", "last", "gone",
+                     "appended", "source", "destination", "totals"):  # fmt: skip
+            setattr(self, f"_{name}", _Buffer(np.int64))
+        self._holes, self._kept, self._of_requests = (_Buffer(np.int32) for _ in range(3))
+        self._rewrites = _Buffer(bool)
         self._draws_alike = self._check_draws()
 
     # ---- calling ---------------------------------------------------------------------------
@@ -151,113 +156,114 @@ class CompiledOps(NumpyOps):
     def sync(
         self, batch: Tables, new_block_ids: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> None:
-        new_counts = [len(new) for new in new_block_ids]
-        rows, counts = self._rows.put(batch.rows), self._counts.put(new_counts)
-        new_ids = self._new_ids.put([i for new in new_block_ids for i in new])
-        wanted = self._ends.put(lengths)
+        counts = array("q", map(len, new_block_ids))
+        new_ids, wanted = array("i", chain.from_iterable(new_block_ids)), array("q", lengths)
+        given = _address(batch.rows), _address(counts), _address(new_ids), _address(wanted)
         while True:  # once more for each request that has outgrown its region
             self._look(batch.arena)
-            code = self._library.vtt_sync(
-                self._pointer, len(batch), rows, counts, new_ids, wanted
-            )
+            code = self._library.vtt_sync(self._pointer, len(batch), *given)
             if code & 255 != NEEDS_ROOM:
                 return self._check(code, batch)
-            e = code >> 8
-            table = batch.tables[e]
-            table.make_room(table.num_blocks + new_counts[e], int(lengths[e]))
+            table = batch.tables[code >> 8]
+            table.make_room(table.num_blocks + counts[code >> 8], wanted[code >> 8])
 
     # ---- reading ---------------------------------------------------------------------------
 
     def oldest(
-        self, batch: Tables, counts: np.ndarray, first_ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, batch: Tables, counts: list[int], first_ids: list[int], end_ids: list[int]
+    ) -> tuple[np.ndarray, list[int]]:
         self._look(batch.arena)
-        E = len(batch)
-        out = self._ids.room(int(counts.sum(where=counts > 0)))
+        E, most = len(batch), sum(n for n in counts if n > 0)
+        wanted, first, end = array("q", counts), array("q", first_ids), array("q", end_ids)
         code = self._library.vtt_oldest(
-            self._pointer, E, self._rows.put(batch.rows), self._counts.put(counts),
-            self._firsts.put(first_ids), out, self._found.room(E),
+            self._pointer, E, _address(batch.rows), _address(wanted), _address(first),
+            _address(end), self._ids.room(most), self._found.room(E),
         )  # fmt: skip
         self._check(code, batch)
-        found = self._found.take(E)
-        return self._ids.take(int(found.sum())), found
+        found = self._found.ints(E)
+        return self._ids.take(sum(found)), found
 
     def lowest_scored(
         self,
         batch: Tables,
         scored: Sequence[ScoredIds],
-        first_ids: np.ndarray,
-        end_ids: np.ndarray,
-        counts: np.ndarray,
+        first_ids: list[int],
+        end_ids: list[int],
+        counts: list[int],
         sign: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, list[int]]:
         self._look(batch.arena)
-        E, bases = len(batch), {}
-        ids_at, scores_at = [], []
+        E, most = len(batch), sum(n for n in counts if n > 0)
+        bases: dict[int, int] = {}  # most requests' parts are of the same two arrays
+        ids_at, scores_at = array("q"), array("q")
         for part in scored:
-            ids, scores = part.ids, part.scores
-            for array, start, dtype in (
-                (ids, part.ids_start, np.int32), (scores, part.scores_start, np.float32)
-            ):  # fmt: skip
-                assert 0 <= start and start + part.count <= len(array)
-                if id(array) not in bases:
-                    assert array.dtype == dtype and array.flags.c_contiguous
-                    bases[id(array)] = array.__array_interface__["data"][0]
-            ids_at.append(bases[id(ids)] + 4 * part.ids_start)
-            scores_at.append(bases[id(scores)] + 4 * part.scores_start)
-        out = self._ids.room(int(counts.sum(where=counts > 0)))
+            for at, numbers, start, dtype in (
+                (ids_at, part.ids, part.ids_start, np.int32),
+                (scores_at, part.scores, part.scores_start, np.float32),
+            ):
+                assert 0 <= start and start + part.count <= len(numbers)
+                base = bases.get(id(numbers))
+                if base is None:
+                    assert numbers.dtype == dtype and numbers.flags.c_contiguous
+                    base = bases[id(numbers)] = numbers.__array_interface__["data"][0]
+                at.append(base + 4 * start)
+        sizes, wanted = array("q", [part.count for part in scored]), array("q", counts)
+        first, end = array("q", first_ids), array("q", end_ids)
         code = self._library.vtt_lowest_scored(
-            self._pointer, E, self._rows.put(batch.rows), self._ids_at.put(ids_at),
-            self._scores_at.put(scores_at), self._sizes.put([part.count for part in scored]),
-            self._firsts.put(first_ids), self._ends.put(end_ids), self._counts.put(counts), sign,
-            out, self._found.room(E),
+            self._pointer, E, _address(batch.rows), _address(ids_at), _address(scores_at),
+            _address(sizes), _address(first), _address(end), _address(wanted), sign,
+            self._ids.room(most), self._found.room(E),
         )  # fmt: skip
         self._check(code, batch)
-        found = self._found.take(E)
-        return self._ids.take(int(found.sum())), found
+        found = self._found.ints(E)
+        return self._ids.take(sum(found)), found
 
-    def count_below(self, batch: Tables, bounds: np.ndarray) -> np.ndarray:
+    def count_below(self, batch: Tables, bounds: list[int]) -> list[int]:
         self._look(batch.arena)
-        E = len(batch)
+        E, ends = len(batch), array("q", bounds)
         code = self._library.vtt_count_below(
-            self._pointer, E, self._rows.put(batch.rows), self._ends.put(bounds),
-            self._found.room(E),
-        )  # fmt: skip
+            self._pointer, E, _address(batch.rows), _address(ends), self._found.room(E)
+        )
         self._check(code, batch)
-        return self._found.take(E)
+        return self._found.ints(E)
 
-    def at_ranks(self, batch: Tables, ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def at_ranks(self, batch: Tables, ranks: np.ndarray, counts: list[int]) -> np.ndarray:
         self._look(batch.arena)
+        wanted = array("q", counts)
+        assert len(ranks) == sum(counts)
         code = self._library.vtt_at_ranks(
-            self._pointer, len(batch), self._rows.put(batch.rows), self._ranks.put(ranks),
-            self._counts.put(counts), self._ids.room(len(ranks)),
+            self._pointer, len(batch), _address(batch.rows), self._ranks.put(ranks),
+            _address(wanted), self._ids.room(len(ranks)),
         )  # fmt: skip
         self._check(code, batch)
         return self._ids.take(len(ranks))
 
     def draw(
-        self, entropy: np.ndarray, num_candidates: np.ndarray, counts: np.ndarray
+        self, entropy: Sequence[Sequence[int]], num_candidates: list[int], counts: list[int]
     ) -> np.ndarray:
+        sizes = zip(num_candidates, counts, strict=True)
         # There numpy draws in another way.
-        shuffles = (num_candidates > 10_000) & (counts > num_candidates // 50)
-        if not self._draws_alike or shuffles.any():
+        shuffles = any(size > 10_000 and count > size // 50 for size, count in sizes)
+        fits = all(seed < 1 << 63 for seed, _, _ in entropy)
+        if shuffles or not fits or not self._draws_alike:
             return super().draw(entropy, num_candidates, counts)
         return self._draw(entropy, num_candidates, counts)
 
     def _draw(self, entropy, num_candidates, counts) -> np.ndarray:
-        total = int(counts.sum())
+        total, seeds = sum(counts), array("q", chain.from_iterable(entropy))
+        sizes, wanted = array("q", num_candidates), array("q", counts)
         code = self._library.vtt_draw(
-            len(counts), self._ids_at.put(entropy.reshape(-1)), self._sizes.put(num_candidates),
-            self._counts.put(counts), self._ranks.room(total),
+            len(counts), _address(seeds), _address(sizes), _address(wanted),
+            self._ranks.room(total),
         )  # fmt: skip
         assert code == 0, "more is drawn than there is"
         return self._ranks.take(total)
 
     def _check_draws(self) -> bool:
         """Whether this numpy draws what the library draws; how it does is its own business."""
-        entropy = np.array([[0, 0, 1], [1, 2**32 - 1, 4096], [2**40, 7, 300], [5, 9, 20_000]])
-        sizes, counts = np.array([1, 4000, 300, 20_000]), np.array([1, 16, 300, 300])
-        ends = counts.cumsum()[:-1]
+        entropy = [(0, 0, 1), (1, 2**32 - 1, 4096), (2**40, 7, 300), (5, 9, 20_000)]
+        sizes, counts = [1, 4000, 300, 20_000], [1, 16, 300, 300]
+        ends = np.cumsum(counts)[:-1]
         ours, numpys = self._draw(entropy, sizes, counts), super().draw(entropy, sizes, counts)
         return all(
             sorted(a) == sorted(b)
@@ -266,10 +272,10 @@ class CompiledOps(NumpyOps):
 
     def ids_by_index(self, batch: Tables) -> tuple[np.ndarray, list[int]]:
         self._look(batch.arena)
-        starts = [0, *batch.number("num_physical_tokens").cumsum().tolist()]
+        starts = [0, *accumulate(t.num_physical_tokens for t in batch.tables)]
         ids = np.empty(starts[-1], np.int32)
         code = self._library.vtt_ids_by_index(
-            self._pointer, len(batch), self._rows.put(batch.rows), len(ids),
+            self._pointer, len(batch), _address(batch.rows), len(ids),
             ids.__array_interface__["data"][0],
         )  # fmt: skip
         assert code != NEEDS_SPACE
@@ -278,51 +284,51 @@ class CompiledOps(NumpyOps):
 
     # ---- eviction --------------------------------------------------------------------------
 
-    def execute(
-        self, batch: Tables, ids: np.ndarray, counts: np.ndarray, num_new: int
-    ) -> Eviction:
+    def execute(self, batch: Tables, ids: np.ndarray, counts: list[int], num_new: int) -> Eviction:
         self._look(batch.arena)
-        E, K = len(batch), len(ids)
-        assert counts.sum() == K and len(counts) == E
-        rows, sizes = self._rows.put(batch.rows), self._counts.put(counts)
+        E, K, sizes = len(batch), len(ids), array("q", counts)
+        assert sum(counts) == K and len(counts) == E
         victims, holes = self._ids.put(ids), self._holes.room(K)
-        blocks, keep = self._num_blocks.room(E), self._num_keep.room(E)
-        last = self._last.room(E)
-        code = NEEDS_SPACE
-        while code == NEEDS_SPACE:  # at most once more: then the blocks of all rows fit
+        buffers = (self._num_blocks, self._num_keep, self._last)
+        out = [buffer.room(E) for buffer in buffers]
+        while True:  # at most once more: then the blocks of all rows fit
             code = self._library.vtt_execute(
-                self._pointer, E, rows, sizes, victims, num_new, len(self._gone.array),
-                blocks, keep, last, holes, self._gone.address,
+                self._pointer, E, _address(batch.rows), _address(sizes), victims, num_new,
+                len(self._gone.array), *out, holes, self._gone.address,
             )  # fmt: skip
-            if code == NEEDS_SPACE:
-                self._gone.room(int(batch.number("num_blocks").sum()))
+            if code != NEEDS_SPACE:
+                break
+            self._gone.room(sum(t.num_blocks for t in batch.tables))
         self._check(code, batch)
-        num_blocks, num_keep = self._num_blocks.take(E), self._num_keep.take(E)
-        return Eviction(
-            num_blocks, num_keep, self._gone.take(int((num_blocks - num_keep).sum())),
-            self._last.take(E), self._holes.take(K), counts,
-        )  # fmt: skip
+        num_blocks, num_keep, last = (buffer.ints(E) for buffer in buffers)
+        gone, first = [], 0
+        for size, keep in zip(num_blocks, num_keep, strict=True):
+            gone.append(self._gone.view[first : first + size - keep].tolist())
+            first += size - keep
+        return Eviction(num_blocks, num_keep, gone, last, self._holes.take(K), list(counts))
 
-    def pack(self, batch: Tables, eviction: Eviction, num_new: np.ndarray) -> Packed:
+    def pack(self, batch: Tables, eviction: Eviction, num_new: list[int]) -> Packed:
         E = len(batch)
-        num_gone = int((eviction.num_blocks - eviction.num_keep).sum())
-        assert len(eviction.gone) == num_gone and len(eviction.holes) == eviction.counts.sum()
+        assert len(eviction.holes) == sum(eviction.counts)
+        new, blocks, keep, last, counts = (
+            array("q", part)
+            for part in (
+                num_new, eviction.num_blocks, eviction.num_keep, eviction.last, eviction.counts
+            )
+        )  # fmt: skip
+        gone = array("q", chain.from_iterable(eviction.gone))
+        assert len(gone) == sum(blocks) - sum(keep)
         given = (
-            self._rows.put(batch.rows), self._num_new.put(num_new),
-            self._num_blocks.put(eviction.num_blocks), self._num_keep.put(eviction.num_keep),
-            self._last.put(eviction.last), self._gone.put(eviction.gone),
-            self._holes.put(eviction.holes), self._counts.put(eviction.counts),
+            _address(batch.rows), _address(new), _address(blocks), _address(keep),
+            _address(last), _address(gone), self._holes.put(eviction.holes), _address(counts),
         )  # fmt: skip
-        by_request = (
-            self._token_index.room(E), self._appended.room(E), self._row_counts.room(E),
-            self._move_counts.room(E),
-        )  # fmt: skip
+        out = self._of_requests.room(4 * E + 2), self._rewrites.room(E), self._appended.room(E)
         while True:  # once more for each table that has outgrown its region, and for the buffers
             self._look(batch.arena)
             code = self._library.vtt_pack(
-                self._pointer, E, *given, len(self._kept.array), len(self._source.array),
-                *by_request, self._kept.address, self._source.address,
-                self._destination.address, self._totals.address,
+                self._pointer, E, *given, len(self._kept.array), len(self._source.array), *out,
+                self._kept.address, self._source.address, self._destination.address,
+                self._totals.address,
             )  # fmt: skip
             if code & 255 == NEEDS_ROOM:
                 table = batch.tables[code >> 8]
@@ -332,18 +338,25 @@ class CompiledOps(NumpyOps):
             else:
                 break
         self._check(code, batch)
-        num_kept, num_moves, num_reused = self._totals.array[:3].tolist()
-        row_counts = self._row_counts.take(E)
+        num_kept, num_moves, num_reused = self._totals.ints(3)
+        of_requests = self._of_requests.take(4 * E + 2)
         return Packed(
-            self._token_index.take(E), self._appended.take(E), num_reused, row_counts > 0,
-            row_counts, self._kept.take(num_kept), self._source.take(num_moves),
-            self._destination.take(num_moves), self._move_counts.take(E),
-        )  # fmt: skip
+            num_reclaimed=of_requests[:E],
+            new_token_index=of_requests[E : 2 * E],
+            rewrites_row=self._rewrites.take(E),
+            row_start=of_requests[2 * E : 3 * E + 1],
+            row_kept=self._kept.take(num_kept),
+            move_start=of_requests[3 * E + 1 :],
+            move_source=self._source.take(num_moves),
+            move_destination=self._destination.take(num_moves),
+            num_appended=self._appended.ints(E),
+            num_reused=num_reused,
+        )
 
     def _make_space(self, batch: Tables, eviction: Eviction) -> None:
         """Let the results of `pack` fit, however many there may be."""
-        self._kept.room(int(eviction.num_keep.sum()))
-        unused = batch.number("num_blocks") * batch.block_size - batch.number("num_physical_tokens")
-        most_moves = len(eviction.holes) + int(unused.sum())
-        self._source.room(most_moves)
-        self._destination.room(most_moves)
+        N = batch.block_size
+        unused = sum(t.num_blocks * N - t.num_physical_tokens for t in batch.tables)
+        self._kept.room(sum(eviction.num_keep))
+        self._source.room(len(eviction.holes) + unused)
+        self._destination.room(len(eviction.holes) + unused)

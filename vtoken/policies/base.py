@@ -154,28 +154,28 @@ class BatchView:
     """Several requests with one policy, as `Policy.evict_many` sees them; no id is protected.
 
     Attributes:
-        num_computed_tokens, budget_tokens, num_evict: int64[E], as in RequestView.
-        oldest: gives (ids int64[K], counts int64[E]) for (counts int64[E], first ids int64[E]):
-            each request's lowest live ids from its first id on, as many as there are, one
-            request after the other.
-        lowest_scored: gives the same for (first ids, end ids int64[E], sign): the `num_evict`
-            live ids of each range with the lowest `sign` * score, as `Policy.lowest_scored`;
-            ascending by request. None without scores.
-        count_below: gives int64[E], live ids below int64[E].
-        at_ranks: gives int64[K], ascending by request, for (ranks int64[K], counts int64[E]): the
-            live ids with these ranks; 0 is the lowest.
-        draw: gives int64[K] for (numbers of candidates, counts int64[E]): counts[e] different
-            numbers below the e-th, drawn as `RequestView.rng` draws for the same request.
+        num_computed_tokens, budget_tokens, num_evict: E numbers each, as in RequestView.
+        oldest: gives (ids int64[K], counts) for (counts, first ids, end ids): each request's
+            lowest live ids of a half-open range, as many as there are, one request after the
+            other.
+        lowest_scored: gives the same for (first ids, end ids, sign): the `num_evict` live ids of
+            each range with the lowest `sign` * score, as `Policy.lowest_scored`; ascending by
+            request. None without scores.
+        count_below: gives E numbers, of live ids below E bounds.
+        at_ranks: gives int64[K], ascending by request, for (ranks int64[K], counts): the live ids
+            with these ranks; 0 is the lowest.
+        draw: gives int64[K] for (numbers of candidates, counts): counts[e] different numbers
+            below the e-th, drawn as `RequestView.rng` draws for the same request.
     """
 
-    num_computed_tokens: np.ndarray
-    budget_tokens: np.ndarray
-    num_evict: np.ndarray
-    oldest: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-    lowest_scored: Callable[[np.ndarray, np.ndarray, int], tuple] | None = None
-    count_below: Callable[[np.ndarray], np.ndarray] | None = None
-    at_ranks: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
-    draw: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    num_computed_tokens: list[int]
+    budget_tokens: list[int]
+    num_evict: list[int]
+    oldest: Callable[[list[int], list[int], list[int]], tuple[np.ndarray, list[int]]]
+    lowest_scored: Callable[[list[int], list[int], int], tuple] | None = None
+    count_below: Callable[[list[int]], list[int]] | None = None
+    at_ranks: Callable[[np.ndarray, list[int]], np.ndarray] | None = None
+    draw: Callable[[list[int], list[int]], np.ndarray] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,13 +244,12 @@ class Policy(ABC):
         end = view.num_computed_tokens - self.recent(view.budget_tokens)
         return first, max(first, end)
 
-    def candidate_bounds_many(self, view: BatchView) -> tuple[np.ndarray, np.ndarray]:
-        """`candidate_bounds` of several requests: int64[E] each."""
-        budgets = view.budget_tokens.tolist()
+    def candidate_bounds_many(self, view: BatchView) -> tuple[list[int], list[int]]:
+        """`candidate_bounds` of several requests."""
+        first, budgets = self.sink_tokens, view.budget_tokens
         recent = {b: self.recent(b) for b in set(budgets)}  # all the same where it is absolute
-        first = np.full(len(budgets), self.sink_tokens)
-        end = view.num_computed_tokens - np.array([recent[b] for b in budgets])
-        return first, np.maximum(first, end)
+        lengths = zip(view.num_computed_tokens, budgets, strict=True)
+        return [first] * len(budgets), [max(first, length - recent[b]) for length, b in lengths]
 
     def candidate_range(self, view: RequestView) -> tuple[int, int]:
         """Half-open range of indices into `live_ids` between sinks and recent window."""

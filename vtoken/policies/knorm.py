@@ -32,6 +32,6 @@ class KNorm(Policy):
     def evict(self, view: RequestView) -> np.ndarray:
         return self.lowest_scored(view, sign=-1)
 
-    def evict_many(self, view: BatchView) -> tuple[np.ndarray, np.ndarray]:
-        """`evict` for several requests: (ids int64[K], counts int64[E])."""
+    def evict_many(self, view: BatchView) -> tuple[np.ndarray, list[int]]:
+        """`evict` for several requests: (ids int64[K], counts)."""
         return view.lowest_scored(*self.candidate_bounds_many(view), -1)

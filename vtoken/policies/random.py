@@ -34,11 +34,12 @@ class Random(Policy):
         count = min(view.num_evict, end - first)
         return ranked.at(first + self._draw(view, end - first, count)) if count > 0 else NO_IDS
 
-    def evict_many(self, view: BatchView) -> tuple[np.ndarray, np.ndarray]:
-        """`evict` for several requests: (ids int64[K], counts int64[E])."""
+    def evict_many(self, view: BatchView) -> tuple[np.ndarray, list[int]]:
+        """`evict` for several requests: (ids int64[K], counts)."""
         first, end = (view.count_below(ids) for ids in self.candidate_bounds_many(view))
-        counts = np.minimum(view.num_evict, end - first).clip(0)
-        ranks = view.draw(end - first, counts) + first.repeat(counts)
+        sizes = [e - f for f, e in zip(first, end, strict=True)]
+        counts = [max(0, min(n, size)) for n, size in zip(view.num_evict, sizes, strict=True)]
+        ranks = view.draw(sizes, counts) + np.repeat(first, counts)
         return view.at_ranks(ranks, counts), counts
 
     @staticmethod

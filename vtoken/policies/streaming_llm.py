@@ -42,12 +42,6 @@ class StreamingLLM(Policy):
             ids = ids[ids < end]
         return ids
 
-    def evict_many(self, view: BatchView) -> tuple[np.ndarray, np.ndarray]:
-        """`evict` for several requests: (ids int64[K], counts int64[E])."""
-        first, end = self.candidate_bounds_many(view)
-        ids, counts = view.oldest(view.num_evict, first)
-        stays = ids >= end.repeat(counts)
-        if stays.any():  # the recent window would be touched
-            owner = np.arange(len(counts)).repeat(counts)
-            ids, counts = ids[~stays], np.bincount(owner[~stays], minlength=len(counts))
-        return ids, counts
+    def evict_many(self, view: BatchView) -> tuple[np.ndarray, list[int]]:
+        """`evict` for several requests: (ids int64[K], counts)."""
+        return view.oldest(view.num_evict, *self.candidate_bounds_many(view))

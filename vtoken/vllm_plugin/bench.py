@@ -1,12 +1,14 @@
 """What the scheduler's bookkeeping costs per step: many running requests, a dry engine.
 
-    python -m vtoken.vllm_plugin.bench [--requests 256] [--context 4096] [POLICY ...]
+    python -m vtoken.vllm_plugin.bench [--requests 256 ...] [--context 4096 ...] [POLICY ...]
 
 Every request has a budget of its whole context and loses 16 tokens every 16 steps, spread evenly
 over the steps; `none` has a budget that is never reached, `native` is vLLM alone.
 
     hooks    begin_step, execute, finalize and take_scores, as called by the scheduler
     step     a whole step of the dry engine; less `native`'s it says what the hooks cost in all
+    us each  hooks per eviction: flat over `--requests 64 128 256 512` where the cost is linear, and
+             over `--context 4096 16384` where it does not grow with the context
 
 Other work on the machine only ever adds time. The steps repeat themselves with the interval, so
 each of the interval's 16 steps counts with the fastest of its repetitions, and the mean of the 16
@@ -21,10 +23,13 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 
 from vtoken.config import VTokenConfig
+from vtoken.core.batch import BatchOps
+from vtoken.core.batch_numpy import NumpyOps
 from vtoken.engine.dry import DryEngine, DrySettings
 
 POLICIES = ("native", "none", "streaming-llm", "random", "h2o")
@@ -45,8 +50,14 @@ def make_config(policy: str, context: int) -> VTokenConfig | None:
     )
 
 
-def start_engine(policy: str, num_requests: int, context: int, **changes) -> DryEngine:
-    """An engine in the steady state: all requests decode, evictions spread over the steps."""
+def start_engine(
+    policy: str, num_requests: int, context: int, *, ops: BatchOps | None = None, **changes
+) -> DryEngine:
+    """An engine in the steady state: all requests decode, evictions spread over the steps.
+
+    Args:
+        ops: what is done to many tables at once, where it is not to be what the plugin takes.
+    """
     draws = np.random.default_rng(0).random(1 << 20).astype(np.float32)
 
     def scores(req_id: str, step_seq: int, ids: np.ndarray) -> np.ndarray:
@@ -61,6 +72,8 @@ def start_engine(policy: str, num_requests: int, context: int, **changes) -> Dry
         **changes,
     )
     engine = DryEngine(settings, make_config(policy, context), score_source=scores)
+    if ops is not None and engine.hooks is not None:
+        engine.hooks.tables.arena.ops = ops
     for i in range(num_requests):
         prompt = [5 + i % 97] * (context - 40 + i % INTERVAL_TOKENS)
         engine.add(f"r{i}", prompt, 4000)
@@ -141,22 +154,26 @@ def profile(engine: DryEngine) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("policies", nargs="*", default=list(POLICIES))
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--requests", type=int, nargs="+", default=[256])
+    parser.add_argument("--context", type=int, nargs="+", default=[4096])
     parser.add_argument("--stretches", type=int, default=8)
     parser.add_argument("--prefix-caching", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--numpy", action="store_true", help="leave the compiled operations out")
     args = parser.parse_args()
-    for policy in args.policies:
+    for policy, context, num_requests in product(args.policies, args.context, args.requests):
         engine = start_engine(
-            policy, args.requests, args.context, enable_prefix_caching=args.prefix_caching
-        )
+            policy, num_requests, context, ops=NumpyOps() if args.numpy else None,
+            enable_prefix_caching=args.prefix_caching,
+        )  # fmt: skip
         row = measure(engine, args.stretches)
         parts = " ".join(f"{name} {row[name]:.3f}" for name in HOOKS if name in row)
+        each = f", {1e3 * row['hooks_ms'] / row['events']:.1f} us each" if row["events"] else ""
         print(
-            f"{policy:14s} {args.requests} x {args.context}: hooks {row['hooks_ms']:.3f} ms/step "
+            f"{policy:14s} {num_requests} x {context}: hooks {row['hooks_ms']:.3f} ms/step "
             f"({parts}); step {row['step_ms']:.3f} ms, {row['cpu_ms']:.3f} ms CPU; "
-            f"{row['events']:.1f} evictions/step"
+            f"{row['events']:.1f} evictions/step{each}",
+            flush=True,
         )
         if args.profile:
             profile(engine)

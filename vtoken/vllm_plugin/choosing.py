@@ -8,7 +8,6 @@ from __future__ import annotations
 from itertools import compress
 
 import numpy as np
-
 from vllm.v1.request import RequestStatus
 
 from vtoken.core.batch import ScoredIds, Tables
@@ -51,9 +50,7 @@ class VictimChooser:
             # Where it shrank under pressure its blocks do not match its table until finalize.
             if (
                 not state.executed
-                and (
-                    request.num_computed_tokens >= state.next_eviction_len or req_id in sharing
-                )
+                and (request.num_computed_tokens >= state.next_eviction_len or req_id in sharing)
                 and request.status is RequestStatus.RUNNING
             ):
                 due.append(request)
@@ -132,11 +129,11 @@ class VictimChooser:
             self.hooks.config.fragmentation_threshold == 0.0 and self.expected_tokens(request) == 1
         )
 
-    def decide_together(self, requests: list) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
+    def decide_together(self, requests: list) -> tuple[list[RequestState], np.ndarray, list[int]]:
         """Victims of requests that `split` put together.
 
         Returns:
-            (states, ids int[K], counts int[E]) of those that lose some, ids request by request.
+            (states, ids int[K], counts) of those that lose some, ids request by request.
         """
         hooks = self.hooks
         states = [hooks.states[r.request_id] for r in requests]
@@ -162,41 +159,44 @@ class VictimChooser:
         named = [(state, hooks.plans.pop(r.request_id, None)) for r, state, _ in due]
         named = [(state, ids) for state, ids in named if ids is not None]
         parts = [ids for _, ids in named]
-        counts = np.array([len(ids) for ids in parts], np.int64)
+        counts = [len(ids) for ids in parts]
         return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
 
     def _choose_together(
         self, requests: list, states: list[RequestState], batch: Tables
-    ) -> tuple[list[RequestState], np.ndarray, np.ndarray]:
+    ) -> tuple[list[RequestState], np.ndarray, list[int]]:
         """Let the one policy of all these requests, none of which shares blocks, name victims."""
-        budget, length = states[0].budget, batch.number("num_computed_tokens")
-        num_evict = batch.number("num_live_tokens") - budget.tokens(length)
+        budget, lengths = states[0].budget, [r.num_computed_tokens for r in requests]
+        budgets = budget.all_tokens(lengths)
+        num_evict = [t.num_live_tokens - n for t, n in zip(batch.tables, budgets, strict=True)]
         scored: list[ScoredIds] = []
-        ready = num_evict >= budget.interval_tokens
-        for e in np.flatnonzero(~ready).tolist():
-            self.schedule_next(states[e], int(length[e]))
+        ready = [n >= budget.interval_tokens for n in num_evict]
         if self.needs_scores(states[0]):
             self._find_reports(requests, states, ready, scored)
-        if not ready.all():
-            states = list(compress(states, ready))
+        if not all(ready):
+            for state, length, n in zip(states, lengths, num_evict, strict=True):
+                if n < budget.interval_tokens:
+                    self.schedule_next(state, length)
+            states, lengths, budgets, num_evict = (
+                list(compress(part, ready)) for part in (states, lengths, budgets, num_evict)
+            )
             if not states:
-                return [], NO_SLOTS, num_evict[ready]
+                return [], NO_SLOTS, []
             batch = Tables([s.table for s in states])
-            length, num_evict = length[ready], num_evict[ready]
-        ids, counts = budget.policy.evict_many(
-            self._view(states, batch, length, budget.tokens(length), num_evict, scored)
-        )
-        if counts.all():
-            return states, ids, counts
-        return list(compress(states, counts)), ids, counts[counts > 0]
+        view = self._view(states, batch, lengths, budgets, num_evict, scored)
+        ids, counts = budget.policy.evict_many(view)
+        if 0 in counts:
+            states, counts = list(compress(states, counts)), [n for n in counts if n]
+        return states, ids, counts
 
     def _find_reports(
-        self, requests: list, states: list[RequestState], ready: np.ndarray, scored: list
+        self, requests: list, states: list[RequestState], ready: list[bool], scored: list
     ) -> None:
         """Put the scores of those who are ready into `scored`; who has none is not ready."""
         find = self.hooks.reports.scored_ids
-        for e in np.flatnonzero(ready).tolist():
-            request = requests[e]
+        for e, request in enumerate(requests):
+            if not ready[e]:
+                continue
             part = find(request.request_id, self.report_step(request))
             if part is None:  # see `choose`
                 states[e].next_eviction_len = request.num_computed_tokens
@@ -204,20 +204,20 @@ class VictimChooser:
             else:
                 scored.append(part)
 
-    def _view(self, states, batch: Tables, length, budget_tokens, num_evict, scored) -> BatchView:
+    def _view(self, states, batch: Tables, lengths, budgets, num_evict, scored) -> BatchView:
         ops, seed = batch.arena.ops, self.planner.settings.seed
 
         def lowest_scored(first_ids, end_ids, sign):
             return ops.lowest_scored(batch, scored, first_ids, end_ids, num_evict, sign)
 
         def draw(num_candidates, counts):
-            parts = zip(states, length.tolist(), strict=True)
-            entropy = np.array([(seed, s.prompt_hash, n) for s, n in parts], np.int64)
+            parts = zip(states, lengths, strict=True)
+            entropy = [(seed, s.prompt_hash, n) for s, n in parts]  # as RequestView.rng
             return ops.draw(entropy, num_candidates, counts)
 
         return BatchView(
-            num_computed_tokens=length,
-            budget_tokens=budget_tokens,
+            num_computed_tokens=lengths,
+            budget_tokens=budgets,
             num_evict=num_evict,
             oldest=batch.oldest,
             lowest_scored=lowest_scored if scored else None,

@@ -10,6 +10,8 @@ Requests that decode, fill all their holes at once and share no block go through
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from vtoken.core.batch_planner import BatchEvent, execute_batch, finalize_batch
@@ -55,11 +57,12 @@ class Evictor:
             written = [rows[e][i] for e, i in zip(*event.rewritten(), strict=True)]
             self._forget_hashes(written)
         gone, cached, shift = [], self.manager.num_cached_block, hooks.shift
-        released_of, last_of = event.eviction.gone_lists(), event.eviction.last.tolist()
+        eviction = event.eviction
         for req_id, blocks, released, last, num_evicted in zip(
-            event.req_ids, rows, released_of, last_of, event.num_evicted, strict=True
+            event.req_ids, rows, eviction.gone, eviction.last, event.num_evicted, strict=True
         ):
-            released.reverse()  # the tail goes first: its front is worth more to the prefix cache
+            # The tail goes first: the front of a sequence is worth more to the prefix cache.
+            released = released[::-1]
             gone += [blocks[i] for i in released]
             if last != len(blocks) - 1:
                 blocks.append(blocks[last])
@@ -219,9 +222,10 @@ class Evictor:
             lambda e, start: [b.block_id for b in rows[e][start:]],
             self.counters,
         )
-        for req_id, count in zip(req_ids, steps.move_counts.tolist(), strict=True):
-            if count:
-                hooks.moved[req_id] = hooks.moved.get(req_id, 0) + count
+        moves = pairwise(steps.move_start.tolist())
+        for req_id, (first, end) in zip(req_ids, moves, strict=True):
+            if end > first:
+                hooks.moved[req_id] = hooks.moved.get(req_id, 0) + end - first
         return steps
 
     def _finish_one(self, req_id: str, state: RequestState, n: int, steps: list) -> None:

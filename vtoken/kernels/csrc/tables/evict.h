@@ -42,7 +42,7 @@ inline bool find_holed(const Table& t, const int32_t* holes, int64_t count,
 // The block that is last in the new row: the emptiest that stays, of equally empty ones the
 // latest, so that an untouched row keeps its order. `gone` is ascending.
 inline int64_t choose_last(const Table& t, const std::vector<Holed>& holed, int64_t num_gone,
-                           const int32_t* gone) {
+                           const int64_t* gone) {
   std::size_t i = static_cast<std::size_t>(num_gone);
   if (i < holed.size()) {
     while (i + 1 < holed.size() && holed[i + 1].live == holed[i].live) i++;
@@ -56,7 +56,7 @@ inline int64_t choose_last(const Table& t, const std::vector<Holed>& holed, int6
 // See BatchOps.execute. `holes` has room for all ids, `gone` for all blocks.
 inline int64_t execute(const Arena& arena, int64_t E, const int64_t* rows, const int64_t* counts,
                        const int64_t* ids, int64_t num_new, int64_t* num_blocks,
-                       int64_t* num_keep, int64_t* last, int32_t* holes, int32_t* gone) {
+                       int64_t* num_keep, int64_t* last, int32_t* holes, int64_t* gone) {
   const int64_t* first_id = ids;
   for (int64_t e = 0; e < E; first_id += counts[e], e++) {  // look before anything is written
     if (!Table::is_valid(arena, rows[e])) return failed(kNoTable, e);

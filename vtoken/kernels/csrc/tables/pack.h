@@ -12,7 +12,7 @@ namespace vtoken {
 // One request's part of an Eviction (vtoken/core/batch.py).
 struct Evicted {
   int64_t num_blocks, num_keep, last;
-  const int32_t* gone;
+  const int64_t* gone;
   const int32_t* holes;
   int64_t num_gone, num_holes;
 };
@@ -100,10 +100,11 @@ inline bool set_row(Table& t, const Evicted& ev, PackScratch& s) {
   return true;
 }
 
-// Where `pack` puts its results; each pointer is at the current request's part.
+// Where `pack` puts its results, as in Packed; each pointer is at the current request's part.
 struct PackResult {
-  int32_t* new_token_index;
-  int64_t *num_appended, *row_counts, *move_counts;
+  int32_t *num_reclaimed, *new_token_index, *row_start, *move_start;
+  uint8_t* rewrites_row;
+  int64_t* num_appended;
   int32_t* row_kept;
   int64_t *source, *destination;
   int64_t num_reused = 0;
@@ -139,11 +140,17 @@ inline Code pack_one(Table& t, const Evicted& ev, int64_t num_new, PackScratch& 
     }
     t.put_next(local);
   }
-  *out.num_appended = num_new - reuses;
-  *out.move_counts = num_moves;
   const bool changed = ev.num_gone > 0 || ev.last != ev.num_blocks - 1;
-  *out.row_counts = changed ? ev.num_keep : 0;
-  if (changed) std::copy(s.kept.begin(), s.kept.end(), out.row_kept);
+  if (changed) out.row_kept = std::copy(s.kept.begin(), s.kept.end(), out.row_kept);
+  out.source += num_moves;
+  out.destination += num_moves;
+  *out.rewrites_row++ = changed;
+  *out.num_appended++ = num_new - reuses;
+  *out.num_reclaimed++ = static_cast<int32_t>(t.n.computed - t.n.physical);
+  out.new_token_index++;
+  out.row_start[1] = out.row_start[0] + static_cast<int32_t>(changed ? ev.num_keep : 0);
+  out.move_start[1] = out.move_start[0] + static_cast<int32_t>(num_moves);
+  out.row_start++, out.move_start++;
   return kOk;
 }
 

@@ -11,10 +11,12 @@
 namespace vtoken {
 
 // See BatchOps.oldest. `out_ids` has room for all counts.
-inline int64_t pick_oldest(Table& t, int64_t count, int64_t first_id, int64_t* out_ids) {
+inline int64_t pick_oldest(Table& t, int64_t count, int64_t first_id, int64_t end_id,
+                           int64_t* out_ids) {
   int64_t found = 0;
   if (count <= 0) return 0;
-  for (int64_t id = t.first_live(first_id); id < t.n.computed && found < count; id++) {
+  const int64_t end = std::min(end_id, t.n.computed);
+  for (int64_t id = t.first_live(first_id); id < end && found < count; id++) {
     if (t.index_of[id] >= 0) out_ids[found++] = id;
   }
   return found;

@@ -57,13 +57,13 @@ VT_API int64_t vtt_sync(const Arena* arena, int64_t E, const int64_t* rows,
 }
 
 VT_API int64_t vtt_oldest(const Arena* arena, int64_t E, const int64_t* rows,
-                          const int64_t* counts, const int64_t* first_ids, int64_t* out_ids,
-                          int64_t* out_counts) {
+                          const int64_t* counts, const int64_t* first_ids, const int64_t* end_ids,
+                          int64_t* out_ids, int64_t* out_counts) {
   if (const int64_t code = first_invalid(*arena, E, rows)) return code;
   for (int64_t e = 0; e < E; e++) {
     if (first_ids[e] < 0) return failed(kBadRank, e);
     Table t(*arena, rows[e]);
-    out_counts[e] = pick_oldest(t, counts[e], first_ids[e], out_ids);
+    out_counts[e] = pick_oldest(t, counts[e], first_ids[e], end_ids[e], out_ids);
     out_ids += out_counts[e];
   }
   return kOk;
@@ -139,7 +139,7 @@ VT_API int64_t vtt_ids_by_index(const Arena* arena, int64_t E, const int64_t* ro
 VT_API int64_t vtt_execute(const Arena* arena, int64_t E, const int64_t* rows,
                            const int64_t* counts, const int64_t* ids, int64_t num_new,
                            int64_t space, int64_t* num_blocks, int64_t* num_keep, int64_t* last,
-                           int32_t* holes, int32_t* gone) {
+                           int32_t* holes, int64_t* gone) {
   if (const int64_t code = first_invalid(*arena, E, rows)) return code;
   int64_t needed = 0;
   for (int64_t e = 0; e < E; e++) needed += Table(*arena, rows[e]).n.blocks;
@@ -147,15 +147,15 @@ VT_API int64_t vtt_execute(const Arena* arena, int64_t E, const int64_t* rows,
   return execute(*arena, E, rows, counts, ids, num_new, num_blocks, num_keep, last, holes, gone);
 }
 
-// The first eight are an Eviction; `totals` gets the sizes of row_kept and the moves, and the
-// number of tokens that took a hole inside the layout.
+// num_blocks .. hole_counts are an Eviction. `of_requests` gets num_reclaimed and new_token_index
+// [E], row_start and move_start [E + 1], one after another; `totals` the sizes of row_kept and of
+// the moves, and how many tokens took a hole inside the layout.
 VT_API int64_t vtt_pack(const Arena* arena, int64_t E, const int64_t* rows, const int64_t* num_new,
                         const int64_t* num_blocks, const int64_t* num_keep, const int64_t* last,
-                        const int32_t* gone, const int32_t* holes, const int64_t* hole_counts,
-                        int64_t row_space, int64_t move_space, int32_t* new_token_index,
-                        int64_t* num_appended, int64_t* row_counts, int64_t* move_counts,
-                        int32_t* row_kept, int64_t* source, int64_t* destination,
-                        int64_t* totals) {
+                        const int64_t* gone, const int32_t* holes, const int64_t* hole_counts,
+                        int64_t row_space, int64_t move_space, int32_t* of_requests,
+                        uint8_t* rewrites_row, int64_t* num_appended, int32_t* row_kept,
+                        int64_t* source, int64_t* destination, int64_t* totals) {
   int64_t most_kept = 0, most_moves = 0;
   for (int64_t e = 0; e < E; e++) {
     if (!Table::is_valid(*arena, rows[e])) return failed(kNoTable, e);
@@ -168,8 +168,11 @@ VT_API int64_t vtt_pack(const Arena* arena, int64_t E, const int64_t* rows, cons
   if (most_kept > row_space || most_moves > move_space) return kNeedsSpace;
 
   PackScratch scratch;
-  PackResult out{new_token_index, num_appended, row_counts, move_counts,
-                 row_kept,        source,       destination};
+  int32_t* const row_start = of_requests + 2 * E;
+  int32_t* const move_start = row_start + E + 1;
+  row_start[0] = move_start[0] = 0;
+  PackResult out{of_requests,  of_requests + E, row_start, move_start, rewrites_row,
+                 num_appended, row_kept,        source,    destination};
   for (int64_t e = 0; e < E; e++) {
     Table t(*arena, rows[e]);
     const Evicted ev{num_blocks[e], num_keep[e],
@@ -179,13 +182,9 @@ VT_API int64_t vtt_pack(const Arena* arena, int64_t E, const int64_t* rows, cons
     if (const Code code = pack_one(t, ev, num_new[e], scratch, out)) return failed(code, e);
     gone += ev.num_gone;
     holes += ev.num_holes;
-    out.row_kept += *out.row_counts;
-    out.source += *out.move_counts;
-    out.destination += *out.move_counts;
-    out.new_token_index++, out.num_appended++, out.row_counts++, out.move_counts++;
   }
-  totals[0] = out.row_kept - row_kept;
-  totals[1] = out.source - source;
+  totals[0] = row_start[E];
+  totals[1] = move_start[E];
   totals[2] = out.num_reused;
   return kOk;
 }
