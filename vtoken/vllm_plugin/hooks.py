@@ -139,8 +139,8 @@ class SchedulerHooks:
     def sync_all(self, batch: Tables, lengths: list[int]) -> None:
         """`sync` for the tables of several requests, at these lengths."""
         rows, new_ids = self.manager.req_to_blocks, []
-        for table, known in zip(batch.tables, batch.number("num_blocks").tolist(), strict=True):
-            new_ids.append([b.block_id for b in rows[table.req_id][known:]])
+        for table in batch.tables:
+            new_ids.append([b.block_id for b in rows[table.req_id][table.num_blocks :]])
         batch.sync(new_ids, lengths)
 
     # ---- while vLLM schedules and allocates ------------------------------------------------
