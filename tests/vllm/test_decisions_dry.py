@@ -191,14 +191,17 @@ def test_a_decision_uses_the_report_of_two_steps_ago(path):
             score_source=lambda req_id, step, ids: np.full(len(ids), step, np.float32),
             async_scheduling=is_async,
         )
-        decide = engine.hooks.planner.decide
+        look_up = engine.hooks.reports.scored_ids
 
-        def spy(state, *, scores, decide=decide, engine=engine, used=used, **rest):
-            used.append((engine.hooks.step_seq, float(np.nanmax(scores))))
-            assert np.nanmin(scores) == np.nanmax(scores)
-            return decide(state, scores=scores, **rest)
+        def spy(req_id, step_seq, look_up=look_up, engine=engine, used=used):
+            part = look_up(req_id, step_seq)
+            if part is not None:
+                made = part.scores[part.scores_start : part.scores_start + part.count]
+                assert made.min() == made.max()
+                used.append((engine.hooks.step_seq, float(made[0])))
+            return part
 
-        engine.hooks.planner.decide = spy
+        engine.hooks.reports.scored_ids = spy
         run(engine, prompts())
         assert len(used) >= 10
         assert all(made == step - 2 for step, made in used), used

@@ -26,15 +26,15 @@ def test_sync_and_async_evict_the_same_ids_from_the_same_reports():
             assert type(engine.scheduler) is expected
             assert engine.core.batch_queue_size == (2 if is_async else 1)
             used: list[int] = []
-            scores_for = engine.hooks.reports.scores_for
+            scored_ids = engine.hooks.reports.scored_ids
 
-            def spy(req_id, step_seq, num_ids, engine=engine, used=used, look_up=scores_for):
-                found = look_up(req_id, step_seq, num_ids)
+            def spy(req_id, step_seq, engine=engine, used=used, look_up=scored_ids):
+                found = look_up(req_id, step_seq)
                 if found is not None:
                     used.append(engine.hooks.step_seq - step_seq)
                 return found
 
-            engine.hooks.reports.scores_for = spy
+            engine.hooks.reports.scored_ids = spy
             done = run(engine, prompts(2), max_tokens=28)
             if policy != "streaming-llm":
                 assert len(used) >= 5 and set(used) == {2}
