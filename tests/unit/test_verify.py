@@ -14,7 +14,13 @@ from vtoken.verify.base import CHECKS, INVARIANTS, Tally, invariant_of
 from vtoken.verify.matrix import ALL_KINDS, LAYOUTS, PAIRWISE, build_matrix
 from vtoken.verify.operations import Operation, OperationLog, check_order
 from vtoken.verify.plan import Arrival
-from vtoken.verify.report import KEEP_PROMPT_TOKENS, ReplayLog, load_report, make_report, save_report
+from vtoken.verify.report import (
+    KEEP_PROMPT_TOKENS,
+    ReplayLog,
+    load_report,
+    make_report,
+    save_report,
+)
 
 SOURCE, DESTINATION = np.array([40, 41]), np.array([18, 19])
 
