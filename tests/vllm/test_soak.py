@@ -38,7 +38,8 @@ def in_use_mib() -> float:
     """Host memory in use: less what the C library keeps of freed memory, for later.
 
     Stock vLLM's steps free tensors of ever other sizes, and the checks' still more: glibc's heap
-    grows by tens of MiB over a run of either, all of which it can give back.
+    grows by tens of MiB over a run of either, all of which it can give back. oneDNN keeps a
+    primitive for each of the last 1,024 shapes, 100 KiB of them; tests/conftest.py has it keep few.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -72,7 +73,9 @@ def conversations(test_data, model_path):
         ]
         mixed = [r for group in itertools.zip_longest(*sources) for r in group if r is not None]
         assert len(mixed) >= count
-        return mixed[:count]
+        # Or the last ones would all be of one source, and the load another at the end.
+        order = np.random.default_rng(0).permutation(count)
+        return [mixed[i] for i in order]
 
     return load
 
