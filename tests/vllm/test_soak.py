@@ -73,9 +73,7 @@ def conversations(test_data, model_path):
         ]
         mixed = [r for group in itertools.zip_longest(*sources) for r in group if r is not None]
         assert len(mixed) >= count
-        # Or the last ones would all be of one source, and the load another at the end.
-        order = np.random.default_rng(0).permutation(count)
-        return [mixed[i] for i in order]
+        return mixed[:count]
 
     return load
 
@@ -115,6 +113,8 @@ def drive(engine, requests, *, max_new: int, abort_share: float = 0.0, seed: int
 @pytest.mark.parametrize("evict_when", ["always", "pressure"])
 def test_soak(conversations, evict_when):
     requests = conversations(500)
+    # Or the last ones would all be of one source, and the load another at the end.
+    requests = [requests[i] for i in np.random.default_rng(0).permutation(500)]
     pool = native_blocks(requests[:64]) // 10
     config = VTokenConfig(
         policy="h2o", kv_budget_tokens=128, evict_when=evict_when, hash_kv_every=1
@@ -150,6 +150,11 @@ def test_soak(conversations, evict_when):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("policy", ["random", "h2o"])
 def test_a_crowd_is_served_asynchronously_as_synchronously(conversations, policy):
+    """Tokens and live sets are equal where both schedules cut prompts into the same chunks.
+
+    Eviction between chunks makes a request depend on where they end, and that is vLLM's schedule:
+    it learns of a finished request a step later when it is asynchronous. Here it makes no odds.
+    """
     requests = conversations(200)
     pool = native_blocks(requests[:32]) // 5
     config = VTokenConfig(policy=policy, kv_budget_tokens=96, hash_kv_every=1, trace=True)
