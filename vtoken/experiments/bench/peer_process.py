@@ -152,3 +152,6 @@ class Peer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._reader.join(timeout=5)
+        self.process.stdout.close()
+        self.process.stderr.close()

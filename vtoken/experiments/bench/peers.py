@@ -53,7 +53,9 @@ def run_peers(context: Context, result: SuiteResult) -> None:
     settings = context.settings
     interpreters = {STOCK: sys.executable, **settings.peers}
     check_peer_args(interpreters, settings.peer_args)
-    for name, python in settings.peers.items():
+    # One check for all that share an environment: importing takes seconds.
+    checks = {(engine_of(name), python): name for name, python in settings.peers.items()}
+    for (_, python), name in checks.items():
         check_interpreter(name, python)
     workloads = context.workloads(DEFAULT_WORKLOADS)
     num = settings.num_requests or NUM_REQUESTS
