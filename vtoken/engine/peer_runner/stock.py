@@ -20,6 +20,7 @@ class Stock:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        del settings["peer"]  # the rest is vLLM's
         self.engine = LLMEngine.from_engine_args(EngineArgs(**settings))
         # One block is never handed out (vLLM's block_pool.py, null_block).
         num_blocks = settings["num_gpu_blocks_override"] - 1
