@@ -320,7 +320,7 @@ def test_a_wrong_press_names_those_that_there_are(kvpress) -> None:
         KvPress(KVPRESS | {"press": "WrapperPress", "budget_tokens": 9})
 
 
-def test_stock_vllm_gets_its_own_arguments_and_no_others(monkeypatch):
+def test_stock_vllm_gets_its_own_arguments_and_no_others(monkeypatch, settings):
     arguments = pytest.importorskip("vllm.engine.arg_utils")
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -330,7 +330,7 @@ def test_stock_vllm_gets_its_own_arguments_and_no_others(monkeypatch):
     monkeypatch.setattr(LLMEngine, "from_engine_args", lambda args: made.append(args))
     for name in ("VLLM_PLUGINS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.setenv(name, "")
-    settings = {"model": "m", "block_size": 32, "num_gpu_blocks_override": 9, "peer": "stock"}
-    stock = Stock(settings)
+    own = {"model": settings["model"], "block_size": 32, "num_gpu_blocks_override": 9}
+    stock = Stock({**own, "peer": "stock"})
     assert isinstance(made[0], arguments.EngineArgs) and made[0].block_size == 32
     assert stock.about["pool_tokens"] == 8 * 32
