@@ -12,6 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# It keeps a compiled matrix product for each of the last 1,024 numbers of tokens in a step; the
+# soak must not take that for a leak.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 # Output is as wide as where there is no terminal; test workers set this to their own.
 os.environ.pop("COLUMNS", None)
 # The command line must not replace the process that runs the tests.

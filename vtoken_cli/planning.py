@@ -7,13 +7,13 @@ capacity-scan --config examples/experiments/fig9_capacity.yaml        (cases: a 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from vtoken.errors import ConfigError, nearest
+from vtoken.errors import ConfigError
 from vtoken_cli.options import Opt, Run
 from vtoken_cli.parsers import choice, count, number
+from vtoken_cli.planning_cases import run_cases
+from vtoken_cli.planning_output import finish, plot_demand, rows_table, say_memory, step_cost
 
 
 def _cases(value: Any, option: str) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def plan(run: Run, given: dict[str, Any], make_settings) -> bool:
     from vtoken.experiments.planning import check_score_free
 
     if "cases" in given:
-        return _run_cases(run, given["cases"], make_settings)
+        return run_cases(run, given["cases"], make_settings)
     settings = make_settings(run)
     if "trace" in given and settings.replay_scores is not None:
         raise ConfigError(
@@ -109,20 +109,6 @@ def plan(run: Run, given: dict[str, Any], make_settings) -> bool:
     return _run_scan(run, given, settings)
 
 
-def _cost(given: dict[str, Any], memory):
-    from vtoken.experiments.cost_model import CostProfile, load_profile
-    from vtoken.experiments.modelled_clock import StepCost
-
-    profile = given.get("cost_profile")
-    return StepCost(
-        profile=CostProfile.from_device(memory.device)
-        if profile is None
-        else load_profile(profile),
-        model=memory.model,
-        tensor_parallel_size=memory.tensor_parallel_size,
-    )
-
-
 def _run_scan(run: Run, given: dict[str, Any], settings) -> bool:
     from rich.markup import escape
 
@@ -130,8 +116,8 @@ def _run_scan(run: Run, given: dict[str, Any], settings) -> bool:
     from vtoken.experiments.planning import PlannedScan, boundary_rows, plan_for
 
     memory = plan_for(settings, given["device"])
-    _say_memory(run, memory)
-    result = PlannedScan(settings, memory, _cost(given, memory)).run()
+    say_memory(run, memory)
+    result = PlannedScan(settings, memory, step_cost(given, memory)).run()
     points, frontier = [r.point.row() for r in result.main.runs], result.main.frontier
     boundary = boundary_rows(points, frontier)
     run.out.print(points_table(result.main))
@@ -140,12 +126,12 @@ def _run_scan(run: Run, given: dict[str, Any], settings) -> bool:
         "peak_throughput", "boundary_of_peak_frac",
     )  # fmt: skip
     run.out.print(
-        _table("Throughput at the boundary against the mode's own peak", boundary, columns)
+        rows_table("Throughput at the boundary against the mode's own peak", boundary, columns)
     )
     for line in answer_lines(result):
         run.out.print(escape(line))
     tables = {"points": points, "frontier": frontier, "boundary": boundary}
-    _finish(run, settings, given, memory, result.sections() | {"boundary": boundary}, tables)
+    finish(run, settings, given, memory, result.sections() | {"boundary": boundary}, tables)
     if run.output_dir is not None:
         write_plots(result, run.output_dir)
     return result.is_feasible
@@ -173,9 +159,11 @@ def _run_inverse(run: Run, given: dict[str, Any], settings) -> bool:
         "gpu_mem_util",
         "fits",
     )
-    run.out.print(_table(f"{memory.model.name} on {memory.device.name}, modelled", rows, columns))
+    run.out.print(
+        rows_table(f"{memory.model.name} on {memory.device.name}, modelled", rows, columns)
+    )
     run.out.print(escape(need_sentence(needs, memory)))
-    _finish(run, settings, given, memory, {"needs": rows}, {"needs": rows})
+    finish(run, settings, given, memory, {"needs": rows}, {"needs": rows})
     return any(need.fits for need in needs)
 
 
@@ -193,9 +181,9 @@ def _run_trace(run: Run, given: dict[str, Any], settings) -> bool:
     requests = load_workload(given["trace"])
     requests = take(requests, given.get("num_requests"), given["trace"])
     requests = scale_rate(requests, given.get("rate_scale", 1.0))
-    _say_memory(run, memory)
+    say_memory(run, memory)
     setup = TraceSetup(
-        plan=memory, cost=_cost(given, memory), config=settings.config,
+        plan=memory, cost=step_cost(given, memory), config=settings.config,
         max_num_seqs=settings.engine.max_num_seqs or 1024,
     )  # fmt: skip
     replicas, router = given.get("replicas", 1), given.get("router", "round-robin")
@@ -231,7 +219,9 @@ def _run_trace(run: Run, given: dict[str, Any], settings) -> bool:
         demand += replay.demand
     columns = ("mode", "policy", "replicas", "peak_residents", "vtoken_preemptions",
                "vtoken_evicted_tokens", "rejected", "prefix_hit_frac", "p95_queue_ms", "p95_ttft_ms", "mean_tpot_ms", "met_share")  # fmt: skip
-    run.out.print(_table(f"{requests[0].dataset} on {memory.device.name}, modelled", rows, columns))
+    run.out.print(
+        rows_table(f"{requests[0].dataset} on {memory.device.name}, modelled", rows, columns)
+    )
     for row in rows:
         error = row.get("calibration_throughput_error_frac"), row.get("calibration_e2el_error_frac")
         if None not in error and max(map(abs, error)) > 0.03:
@@ -242,113 +232,7 @@ def _run_trace(run: Run, given: dict[str, Any], settings) -> bool:
     sentence = fleet_sentence(needs, slo, setup) if needs else trace_sentence(rows, memory)
     run.out.print(escape(sentence))
     tables = {"trace": rows, "demand": demand}
-    _finish(run, settings, given, memory, {"trace": rows, "demand": demand}, tables)
+    finish(run, settings, given, memory, {"trace": rows, "demand": demand}, tables)
     if run.output_dir is not None and demand:
-        _plot_demand(run, demand, memory)
+        plot_demand(run, demand, memory)
     return not needs or any(need.replicas is not None for need in needs)
-
-
-def _plot_demand(run: Run, demand: list[dict[str, Any]], memory) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        return run.out.warn("no plots: matplotlib is not installed")
-    from vtoken.experiments.plots import demand_over_time
-
-    first = [row for row in demand if row["replica"] == 0]
-    demand_over_time(
-        first, run.output_dir / "demand_over_time.png", pool_blocks=memory.num_usable_blocks
-    )
-
-
-_CASE_KEYS = ("name", "device", "model", "gpu_mem_util", "num_kv_blocks", "prompt_len", "output_len",
-              "policy", "eviction_ratio", "paper", "note")  # fmt: skip
-
-
-def _run_cases(run: Run, cases: list[dict[str, Any]], make_settings) -> bool:
-    """Scan each case; next to each other the paper's figure, ours and the packed ideal."""
-    from rich.markup import escape
-
-    from vtoken.experiments.planning import PlannedScan, case_rows, plan_for
-
-    rows, points = [], []
-    for case in cases:
-        for key in case:
-            if key not in _CASE_KEYS:
-                raise ConfigError("cases", key, nearest(str(key), _CASE_KEYS))
-        settings = make_settings(_case_run(run, case))
-        memory = plan_for(settings, str(case.get("device", "h100-80g")))
-        run.out.note(f"{case.get('name', memory.model.name)}: {memory.describe()[0]}")
-        result = PlannedScan(settings, memory, _cost({}, memory)).run()
-        rows += case_rows(case, settings, memory, result.main.frontier)
-        points += [{"case": case.get("name"), **r.point.row()} for r in result.main.runs]
-        if case.get("note"):
-            run.out.print(escape(f"{case.get('name')}: {case['note']}"))
-    columns = ("case", "mode", "usable_blocks", "paper", "max_concurrency", "ideal")
-    run.out.print(_table("Requests resident at once, modelled", rows, columns))
-    found = ", ".join(f"{r['case']} {r['mode']} {r['max_concurrency']}" for r in rows)
-    run.out.print(escape(f"Largest concurrency without a preemption: {found}; modelled."))
-    _finish(run, settings, {"cases": cases}, None, {"frontier": rows, "points": points},
-            {"frontier": rows, "points": points})  # fmt: skip
-    return all(row["max_concurrency"] for row in rows)
-
-
-def _case_run(run: Run, case: dict[str, Any]) -> Run:
-    engine = dict(run.engine)
-    for key, name in (("model", "model"), ("gpu_mem_util", "gpu_memory_utilization"),
-                      ("num_kv_blocks", "num_kv_blocks")):  # fmt: skip
-        if key in case:
-            engine[name] = case[key]
-    vtoken = dict(run.vtoken)
-    if "eviction_ratio" in case:
-        vtoken["eviction_ratio"] = case["eviction_ratio"]
-    own = dict(run.own) | {k: case[k] for k in ("prompt_len", "output_len") if k in case}
-    many = dict(run.many) | ({"policy": [case["policy"]]} if "policy" in case else {})
-    return replace(run, engine=engine, vtoken=vtoken, own=own, many=many)
-
-
-def _say_memory(run: Run, memory) -> None:
-    for line in memory.describe():
-        run.out.note(line)
-
-
-def _table(title: str, rows: list[dict[str, Any]], columns: tuple[str, ...]):
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name.removeprefix("vtoken_").replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(_cell(row.get(name)) for name in columns))
-    return table
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 100 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _finish(run: Run, settings, given, memory, sections, tables) -> None:
-    """Write the result where it is wanted."""
-    from vtoken.experiments.results import collect_environment, make_result, save_result, utc_now
-
-    pool = {} if memory is None else {
-        "block_size": memory.block_size, "usable_kv_blocks": memory.num_usable_blocks,
-    }  # fmt: skip
-    config = settings.row() | {"planning": {k: str(v) if isinstance(v, Path) else v
-                                            for k, v in given.items()}}  # fmt: skip
-    if memory is not None:
-        sections = {"memory_plan": memory.row()} | sections
-    report = make_result(
-        "capacity-scan", config, environment=collect_environment(**pool), started_at=utc_now(),
-        modelled_only=True, **sections,
-    )  # fmt: skip
-    if run.output_dir is not None:
-        save_result(report, run.output_dir, tables)
-        run.out.note(f"result.json and tables are in {run.output_dir}")
-    run.out.result(report)

@@ -92,3 +92,19 @@ def test_unsorted_trace_and_foreign_architecture_are_refused(capfd, tmp_path):
 def test_planning_options_need_a_dry_run(capfd):
     code = main(["capacity-scan", *LLAMA])
     assert code == 2 and "--dry-run" in capfd.readouterr().err
+
+
+def test_cases_side_by_side(capfd, tmp_path):
+    config, out = tmp_path / "cases.yaml", tmp_path / "out"
+    case = {"name": "Small, at once", "model": "meta-llama/Llama-3.1-8B", "num_kv_blocks": 40,
+            "prompt_len": 64, "output_len": 192, "policy": "random", "eviction_ratio": 0.5,
+            "paper": {"native": 2}}  # fmt: skip
+    config.write_text(json.dumps({"cases": [case]}))
+    code, result, _ = run(capfd, "--config", str(config), "--output", str(out))
+    assert code == 0
+    found = {row["mode"]: (row["paper"], row["max_concurrency"]) for row in result["frontier"]}
+    assert found["native"] == (2, 2) and found["vtoken"][1] >= 4
+    assert (out / "small-at-once" / "demand_over_time.png").stat().st_size > 1000
+    config.write_text(json.dumps({"cases": [{**case, "polcy": "random"}]}))
+    code, _, err = run(capfd, "--config", str(config))
+    assert code == 2 and "polcy" in err and "policy" in err

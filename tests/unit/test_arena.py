@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from vtoken.core.arena import BLOCK_ARRAYS, TOKEN_ARRAYS
+from vtoken.core.arena import BLOCK_ARRAYS, TOKEN_ARRAYS, _Regions
 from vtoken.core.invariants import check_table
 from vtoken.core.table import TokenTable
 
@@ -65,3 +65,43 @@ def test_regions_are_used_again_and_start_empty():
         assert held.live_ids().tolist() == ids  # whoever kept it reads a copy
         assert check_table(new) == [] and new.num_live_tokens == 150 + i
     assert sizes == [len(getattr(tables.arena, n)) for n in (*TOKEN_ARRAYS, *BLOCK_ARRAYS)]
+
+
+def test_free_neighbours_merge_and_ranges_never_overlap():
+    rng = np.random.default_rng(0)
+    regions, held = _Regions(), {}
+    for _ in range(3000):
+        if held and rng.random() < 0.5:
+            start = list(held)[rng.integers(len(held))]
+            if rng.random() < 0.4:
+                longer = held[start] + int(rng.integers(1, 40))
+                if regions.extend(start, held[start], longer):
+                    held[start] = longer
+            else:
+                regions.give(start, held.pop(start))
+        else:
+            size = int(rng.integers(1, 100))
+            start = regions.take(size)
+            held[start] = size
+        spans = sorted([*((s, s + n) for s, n in held.items()), *regions._free])
+        assert sum(b - a for a, b in spans) == regions.end
+        assert all(a[1] == b[0] for a, b in pairwise(spans))
+        assert all(a[1] < b[0] for a, b in pairwise(regions._free))
+    for start, size in held.items():
+        regions.give(start, size)
+    assert regions._free == [(0, regions.end)]
+
+
+def test_tables_take_at_most_sixteen_bytes_a_token():
+    """Alone and among others, at lengths just past where a region was outgrown."""
+    block_size = 16
+    for others in (0, 6):
+        tables = TokenTable(block_size)
+        grown = [tables.add(f"r{i}") for i in range(others + 1)]
+        for length in range(1024, 20_000, 997):
+            for table in grown:
+                new = -(-length // block_size) - table.num_blocks
+                table.sync(list(range(1, 1 + new)), length)
+            arrays = [getattr(tables.arena, n) for n in (*TOKEN_ARRAYS, *BLOCK_ARRAYS)]
+            taken = sum(a.nbytes for a in arrays) / (length * len(grown))
+            assert taken <= 16, (others, length, taken)

@@ -14,7 +14,13 @@ from vtoken.verify.base import CHECKS, INVARIANTS, Tally, invariant_of
 from vtoken.verify.matrix import ALL_KINDS, LAYOUTS, PAIRWISE, build_matrix
 from vtoken.verify.operations import Operation, OperationLog, check_order
 from vtoken.verify.plan import Arrival
-from vtoken.verify.report import ReplayLog, load_report, make_report, save_report
+from vtoken.verify.report import (
+    KEEP_PROMPT_TOKENS,
+    ReplayLog,
+    load_report,
+    make_report,
+    save_report,
+)
 
 SOURCE, DESTINATION = np.array([40, 41]), np.array([18, 19])
 
@@ -171,7 +177,7 @@ def test_a_cell_in_which_nothing_was_evicted_shows_nothing() -> None:
 
 def _report(tmp_path) -> dict:
     replay = ReplayLog({"model": "m"}, VTokenConfig().model_dump(mode="json"))
-    replay.arrivals.append(Arrival(3, "a", [1, 2], 5))
+    replay.extend([Arrival(3, "a", np.array([1, 2], np.int32), 5)])
     step = RequestStep(
         "a", 4, kept=np.array([1, 0]), move_source=SOURCE, move_destination=DESTINATION
     )
@@ -182,6 +188,13 @@ def _report(tmp_path) -> dict:
         "I1.relocated", "a: ids 4 changed", step_seq=7, req_id="a", ids=np.array([4]),
         slots=DESTINATION, plan=build_step_plan(7, [step], []), log=log, replay=replay,
     )  # fmt: skip
+
+
+def test_what_a_replay_needs_is_bounded() -> None:
+    replay, prompt = ReplayLog({}, {}), np.zeros(KEEP_PROMPT_TOKENS // 4, np.int32)
+    for step in range(10):
+        replay.extend([Arrival(step, f"r{step}", prompt, 1)])
+    assert [a.step_seq for a in replay.arrivals] == [6, 7, 8, 9]
 
 
 def test_a_report_says_who_where_and_how_to_run_it_again(tmp_path) -> None:

@@ -90,18 +90,19 @@ def test_under_pressure_nobody_is_preempted_and_less_is_dropped_than_always():
     assert elastic.stats.peak_running == 16
 
 
-def crowd(num_blocks: int, policy: str, seed: int) -> int:
+def crowd(num_blocks: int, policy: str, seed: int, evict_when: str, longest: int = 220) -> int:
     """Preemptions of a crowd of short and long requests, some of them with a common prefix."""
     rng = np.random.default_rng(seed)
-    config = VTokenConfig(policy=policy, kv_budget_tokens=48, evict_when="pressure")
+    config = VTokenConfig(policy=policy, kv_budget_tokens=48, evict_when=evict_when)
     pool = DrySettings(
-        num_kv_blocks=num_blocks, max_model_len=700, max_num_seqs=24, max_num_batched_tokens=128,
+        num_kv_blocks=num_blocks, max_model_len=2000, max_num_seqs=24, max_num_batched_tokens=128,
         enable_prefix_caching=True,
     )  # fmt: skip
-    scores = np.arange(1024, dtype=np.float32) % 37
+    scores = np.arange(2048, dtype=np.float32) % 37
     engine = DryEngine(pool, config, score_source=lambda req_id, step, ids: scores[ids])
     for i in range(30):
-        own = (1000 + 300 * i + np.arange(int(rng.integers(5, 220)))).tolist()
+        own_len = int(rng.integers(5, 220)) if i % 5 else longest
+        own = (1000 + 2000 * i + np.arange(own_len)).tolist()
         prompt = own if i % 4 else [*range(10, 330), *own[:30]]
         engine.add(f"r{i}", prompt, int(rng.integers(10, 90)))
     while engine.has_unfinished():
@@ -114,7 +115,15 @@ def crowd(num_blocks: int, policy: str, seed: int) -> int:
 @pytest.mark.parametrize("num_blocks", [48, 64, 120])
 def test_nobody_is_preempted_beside_a_prefix_that_nobody_may_evict(num_blocks, policy):
     """Shared blocks, claims that were outgrown and scores that come late are all charged."""
-    assert [crowd(num_blocks, policy, seed) for seed in range(3)] == [0, 0, 0]
+    assert [crowd(num_blocks, policy, seed, "pressure") for seed in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("policy", ["random", "h2o"])
+@pytest.mark.parametrize("num_blocks", [64, 120])
+def test_nobody_is_preempted_beside_long_prompts(num_blocks, policy):
+    """Their chunks hold many budgets' blocks until scores come; others go on growing."""
+    found = [crowd(num_blocks, policy, seed, "always", longest=1500) for seed in range(3)]
+    assert found == [0, 0, 0]
 
 
 def retained(mode: str, shared_prefix: str, degree: int, ratio: float):

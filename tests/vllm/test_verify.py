@@ -45,7 +45,7 @@ def test_a_clean_run_is_checked_throughout(holder) -> None:
     for name in ("I1", "I2", "I4", "conservation", "scores"):
         assert events[name] == relocations, name
     assert 0 < events["I3"] <= relocations
-    computed = sum(36 + 3 * i + 32 - 1 for i in range(4))
+    computed = sum(r.prompt_len + 32 - 1 for r in _requests(1))
     assert events["positions"] == computed
 
 

@@ -2,8 +2,9 @@
 
 Legend: N block size (tokens). Every table has a region in the arrays over logical ids and one in
 the arrays over blocks; `id_at` has N entries for each of the latter, `live_in_chunk` one for
-CHUNK_TOKENS of the former. Regions are powers of two long. One that a table has outgrown, or that
-a finished request leaves, is given out again. A table's counts are a row of `numbers`.
+CHUNK_TOKENS of the former. Regions are an eighth longer than was needed when they were taken; one
+that a table has outgrown, or that a finished request leaves, is given out again. (A doubling would
+be simpler, and take up to 18 bytes a token.) A table's counts are a row of `numbers`.
 
 What is done to many tables at once (`vtoken.core.batch`) works on these arrays alone, in numpy or
 compiled: the compiled code knows their order from `NUMBERS` and `ARRAYS`.
@@ -11,15 +12,19 @@ compiled: the compiled code knows their order from `NUMBERS` and `ARRAYS`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from vtoken.units import cdiv
 
 if TYPE_CHECKING:
     from vtoken.core.batch import BatchOps
 
 FIRST_TOKENS, FIRST_BLOCKS, FIRST_ROWS = 256, 8, 16
 CHUNK_TOKENS = 64  # regions over logical ids begin and end at whole multiples of it
+CHUNK_BLOCKS = 8  # the same over blocks
 TOKEN_ARRAYS = ("index_of", "live_in_chunk")
 BLOCK_ARRAYS = ("row", "pos_of", "block_id", "live_in", "free_handle", "id_at")
 ARRAYS = (*TOKEN_ARRAYS, *BLOCK_ARRAYS)
@@ -34,22 +39,60 @@ NUMBERS = (
 COLUMN = {name: i for i, name in enumerate(NUMBERS)}
 
 
+def _with_room(count: int) -> int:
+    """An eighth more than is needed: growth copies each entry about eight times in all."""
+    return count + count // 8
+
+
 class _Regions:
-    """Gives out ranges of an axis that only ever gets longer."""
+    """Gives out ranges of an axis that only ever gets longer; neighbours that are free merge."""
 
     def __init__(self) -> None:
         self.end = 0
-        self._free: dict[int, list[int]] = {}
+        self._free: list[tuple[int, int]] = []  # (start, end), ascending, with gaps between
 
     def take(self, size: int) -> int:
-        """Start of a free range."""
-        if self._free.get(size):
-            return self._free[size].pop()
-        self.end += size
-        return self.end - size
+        """Start of a free range: the first that is long enough."""
+        for i, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._cut(i, size)
+                return start
+        start = self.end
+        if self._free and self._free[-1][1] == self.end:
+            start = self._free.pop()[0]
+        self.end = start + size
+        return start
 
     def give(self, start: int, size: int) -> None:
-        self._free.setdefault(size, []).append(start)
+        """Take a range back."""
+        end, i = start + size, bisect_left(self._free, (start, 0))
+        if i < len(self._free) and self._free[i][0] == end:
+            end = self._free.pop(i)[1]
+        if i and self._free[i - 1][1] == start:
+            self._free[i - 1] = (self._free[i - 1][0], end)
+        else:
+            self._free.insert(i, (start, end))
+
+    def extend(self, start: int, size: int, longer: int) -> bool:
+        """Make a range longer where it is, if what follows is free; returns whether it did."""
+        end, more = start + size, longer - size
+        i = bisect_left(self._free, (end, 0))
+        follows = self._free[i][1] - end if i < len(self._free) and self._free[i][0] == end else 0
+        if follows >= more:
+            self._cut(i, more)
+        elif end + follows == self.end:
+            del self._free[i:]
+            self.end = start + longer
+        else:
+            return False
+        return True
+
+    def _cut(self, i: int, size: int) -> None:
+        start, end = self._free[i]
+        if end - start == size:
+            del self._free[i]
+        else:
+            self._free[i] = (start + size, end)
 
 
 class Arena:
@@ -103,22 +146,32 @@ class Arena:
         table.numbers = memoryview(self.numbers[table.number_row].copy())
 
     def grow_tokens(self, table, num_tokens: int) -> None:
-        """Move a table to a region for at least this many logical ids."""
-        size = _region_size(num_tokens)
-        base = self._take(self._tokens, TOKEN_ARRAYS, size)
-        self._copy(TOKEN_ARRAYS, table, base)
-        self._tokens.give(table.token_base, table.token_room)
+        """Give a table a region for at least this many logical ids."""
+        old, size = table.token_room, _region_size(num_tokens, CHUNK_TOKENS)
+        base = self._grow(self._tokens, TOKEN_ARRAYS, table.token_base, old, size)
         table.numbers[COLUMN["token_base"]] = base
         self._look(table, size, table.block_room)
 
     def grow_blocks(self, table, num_blocks: int) -> None:
-        """Move a table to a region for at least this many blocks."""
-        size = _region_size(num_blocks)
-        base = self._take(self._blocks, BLOCK_ARRAYS, size)
-        self._copy(BLOCK_ARRAYS, table, base)
-        self._blocks.give(table.block_base, table.block_room)
+        """Give a table a region for at least this many blocks."""
+        old, size = table.block_room, _region_size(num_blocks, CHUNK_BLOCKS)
+        base = self._grow(self._blocks, BLOCK_ARRAYS, table.block_base, old, size)
         table.numbers[COLUMN["block_base"]] = base
         self._look(table, table.token_room, size)
+
+    def _grow(
+        self, regions: _Regions, names: tuple[str, ...], base: int, old: int, size: int
+    ) -> int:
+        """Start of a longer region that begins with what a shorter one holds."""
+        if regions.extend(base, old, size):
+            self._clear(regions, names, base + old, size - old)
+            return base
+        new = self._take(regions, names, size)
+        for name in names:
+            array = getattr(self, name)
+            array[self._span(name, new, old)] = array[self._span(name, base, old)]
+        regions.give(base, old)
+        return new
 
     def _span(self, name: str, start: int, size: int) -> slice:
         """The part of an array that belongs to a region."""
@@ -130,12 +183,18 @@ class Arena:
 
     def _take(self, regions: _Regions, names: tuple[str, ...], size: int) -> int:
         """Start of a region, empty."""
-        base, is_longer = regions.take(size), False
+        base = regions.take(size)
+        self._clear(regions, names, base, size)
+        return base
+
+    def _clear(self, regions: _Regions, names: tuple[str, ...], base: int, size: int) -> None:
+        """Empty a range, after making the arrays as long as the axis is."""
+        is_longer = False
         for name in names:
             array = getattr(self, name)
             needed = self._span(name, 0, regions.end).stop
             if needed > len(array):
-                longer = np.empty(max(needed, 2 * len(array)), np.int32)
+                longer = np.empty(max(needed, len(array) + len(array) // 16), np.int32)
                 longer[: len(array)] = array
                 setattr(self, name, longer)
                 is_longer = True
@@ -145,7 +204,6 @@ class Arena:
             for table in self._tables.values():
                 if hasattr(table, "index_of"):
                     self._look(table, table.token_room, table.block_room)
-        return base
 
     def _take_row(self) -> int:
         """A row of `numbers`, all zero."""
@@ -159,11 +217,6 @@ class Arena:
                 self._look_at_numbers(table)
         self.numbers[row] = 0
         return row
-
-    def _copy(self, names: tuple[str, ...], table, base: int) -> None:
-        for name in names:
-            start, old = self._span(name, base, 0).start, getattr(table, name)
-            getattr(self, name)[start : start + len(old)] = old
 
     def _look_at_numbers(self, table) -> None:
         # A memoryview gives and takes plain ints, in a third of the time numpy takes.
@@ -181,5 +234,5 @@ class Arena:
             setattr(table, name, getattr(self, name)[span])
 
 
-def _region_size(count: int) -> int:
-    return 1 << max(0, count - 1).bit_length()
+def _region_size(count: int, quantum: int) -> int:
+    return cdiv(_with_room(count), quantum) * quantum

@@ -244,6 +244,11 @@ def physical_positions(engine):
 # ---- in the scheduler ---------------------------------------------------------------------------
 
 
+def _one_by_one(engine):
+    """Take evictions through the planner of single requests, where the fault is."""
+    return replaced(engine.hooks.chooser, "_joins", False)
+
+
 @contextmanager
 def _placement(engine, change) -> Iterator[None]:
     """Call `change(table, step)` after a request's tokens were placed."""
@@ -256,7 +261,7 @@ def _placement(engine, change) -> Iterator[None]:
             change(state.table, step)
         return step
 
-    with replaced(planner, "finalize", finalize):
+    with _one_by_one(engine), replaced(planner, "finalize", finalize):
         yield
 
 
@@ -294,7 +299,73 @@ def table_not_updated(engine):
             table.index_of[ids] = before[ids]
         return step
 
-    with replaced(planner, "finalize", finalize_without_table):
+    with _one_by_one(engine), replaced(planner, "finalize", finalize_without_table):
+        yield
+
+
+@contextmanager
+def _placement_together(engine, change) -> Iterator[None]:
+    """Call `change(tables, steps)` after the tokens of all requests of a step were placed."""
+    evictor = engine.hooks.evictor
+    stock = evictor._finish_batch
+
+    def finish(num_scheduled):
+        tables = [] if evictor._event is None else [s.table for s in evictor._event.states]
+        before = [t.index_of.copy() for t in tables]
+        steps = stock(num_scheduled)
+        if steps is not None and len(steps.move_source):
+            change(tables, before, steps)
+        return steps
+
+    with replaced(evictor, "_finish_batch", finish):
+        yield
+
+
+def _moves_of(steps, tables) -> Iterator[tuple[object, slice]]:
+    """The table of every request that moves tokens, and where its moves are in the step's."""
+    ends = np.cumsum(steps.move_counts)
+    for req_id, end, count in zip(steps.req_ids, ends, steps.move_counts, strict=True):
+        if count:
+            table = next(t for t in tables if t.req_id == req_id)
+            yield table, slice(int(end - count), int(end))
+
+
+@fault("two tokens in one slot, many requests at once", "I2.table")
+def two_in_one_slot_together(engine):
+    def change(tables, before, steps):
+        for table, moves in _moves_of(steps, tables):
+            if moves.stop - moves.start > 1:
+                first, second = _ids_in(table, steps.move_destination[moves][:2])
+                table.index_of[second] = table.index_of[first]
+                steps.move_destination[moves.start + 1] = steps.move_destination[moves.start]
+                return
+
+    with _placement_together(engine, change):
+        yield
+
+
+@fault("table not updated, many requests at once", "I2.table")
+def table_not_updated_together(engine):
+    def change(tables, before, steps):
+        for table, moves in _moves_of(steps, tables):
+            old = before[[t is table for t in tables].index(True)]
+            ids = _ids_in(table, steps.move_destination[moves])
+            table.index_of[ids] = old[ids]
+
+    with _placement_together(engine, change):
+        yield
+
+
+@fault("a neighbour's moves taken, many requests at once", "I4.snapshot")
+def moves_of_a_neighbour(engine):
+    """The moves of two requests end up under each other's name."""
+
+    def change(tables, before, steps):
+        moving = np.flatnonzero(steps.move_counts)
+        if len(moving) > 1:
+            steps.move_source[:] = np.roll(steps.move_source, int(steps.move_counts[moving[0]]))
+
+    with _placement_together(engine, change):
         yield
 
 
@@ -321,7 +392,36 @@ def released_twice(engine):
         gone.clear()
         return finalize(scheduler_output)
 
-    with replaced(hooks, "_give_back", remember), replaced(hooks, "finalize", again):
+    with (
+        _one_by_one(engine),
+        replaced(hooks, "_give_back", remember),
+        replaced(hooks, "finalize", again),
+    ):
+        yield
+
+
+@fault("block released twice, many requests at once", "conservation.pool")
+def released_twice_together(engine):
+    pool, finalize, gone = engine.hooks.pool, engine.hooks.finalize, []
+    free_blocks, execute_batch = pool.free_blocks, engine.hooks.evictor.execute_batch
+
+    def execute(*args):
+        def free(blocks):
+            gone.extend(blocks)
+            free_blocks(blocks)
+
+        with replaced(pool, "free_blocks", free):
+            execute_batch(*args)
+
+    def again(scheduler_output):
+        free_blocks(gone)
+        gone.clear()
+        return finalize(scheduler_output)
+
+    with (
+        replaced(engine.hooks.evictor, "execute_batch", execute),
+        replaced(engine.hooks, "finalize", again),
+    ):
         yield
 
 
@@ -355,6 +455,7 @@ def stale_plan(engine):
         return build(step_seq, steps, *args, **kwargs)
 
     with (
+        _one_by_one(engine),
         replaced(hooks, "begin_step", begin_step),
         replaced(hooks_module, "build_step_plan", build_step_plan),
     ):

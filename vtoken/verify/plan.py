@@ -29,11 +29,16 @@ class RequestCheck:
 
 @dataclass(slots=True)
 class Arrival:
-    """A request, as far as a replay needs it; `step_seq`: when it was first scheduled."""
+    """A request, as far as a replay needs it.
+
+    Attributes:
+        step_seq: when it was first scheduled.
+        prompt_token_ids: int32; kept for long, and a list takes nine times the memory.
+    """
 
     step_seq: int
     req_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: np.ndarray
     max_tokens: int
 
 

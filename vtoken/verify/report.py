@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,22 +21,36 @@ from vtoken.verify.operations import OperationLog
 from vtoken.verify.plan import Arrival
 
 REPORT_VERSION = 1
-KEEP_ARRIVALS = 20_000
+KEEP_PROMPT_TOKENS = 1 << 20  # of the requests a report can replay, the newest: 4 MiB
 SHOWN = 64  # ids and slots in a report
 
 
 class ReplayLog:
-    """What a replay starts from: the engine's settings, and who arrived when."""
+    """What a replay starts from: the engine's settings, and who arrived when.
+
+    Bounded, for a server may be checked for weeks: the oldest arrivals are dropped, and a replay
+    then starts with those that are left.
+    """
 
     def __init__(self, settings: dict, config: dict) -> None:
         self.settings, self.config = settings, config
-        self.arrivals: deque[Arrival] = deque(maxlen=KEEP_ARRIVALS)
+        self.arrivals: deque[Arrival] = deque()
+        self._num_tokens = 0
+
+    def extend(self, arrivals: Iterable[Arrival]) -> None:
+        """Remember requests that were first scheduled in this step."""
+        for arrival in arrivals:
+            self.arrivals.append(arrival)
+            self._num_tokens += len(arrival.prompt_token_ids)
+        while self._num_tokens > KEEP_PROMPT_TOKENS and len(self.arrivals) > 1:
+            self._num_tokens -= len(self.arrivals.popleft().prompt_token_ids)
 
     def as_dict(self) -> dict[str, object]:
         requests = []
         for a in self.arrivals:
             row = asdict(a)
             row["step"] = row.pop("step_seq")
+            row["prompt_token_ids"] = a.prompt_token_ids.tolist()
             requests.append(row)
         return {"settings": self.settings, "config": self.config, "requests": requests}
 

@@ -148,9 +148,9 @@ class SchedulerChecker(Checker):
         found = []
         for new in scheduler_output.scheduled_new_reqs:
             request = self.hooks.scheduler.requests[new.req_id]
-            prompt = [int(t) for t in request.prompt_token_ids]
+            prompt = np.array(request.prompt_token_ids, np.int32)
             found.append(Arrival(self.hooks.step_seq, new.req_id, prompt, request.max_tokens))
-        self.replay.arrivals.extend(found)
+        self.replay.extend(found)
         return found
 
     def _require_snapshots(self, plan: StepPlan | None, snapshots: dict) -> None:

@@ -120,7 +120,7 @@ class WorkerChecker(Checker):
             self.lengths.pop(req_id, None)
         if plan is None:
             return
-        self.replay.arrivals.extend(plan.arrivals)
+        self.replay.extend(plan.arrivals)
         slots_of, masks = {}, runner.vtoken_layouts.masks
         for c in plan.requests:
             length = self.lengths.get(c.req_id)

@@ -9,10 +9,10 @@ from vtoken.workloads.synthetic import random_prompts, shared_prefix_prompts
 def staggered_prompts(
     num: int, prompt_len: int, output_len: int, vocab_size: int, seed: int, repeat: int
 ) -> list[WorkloadRequest]:
-    """Random prompts of slightly different lengths, so that requests evict in different steps."""
+    """Random prompts, two and two of a length: pairs evict in one step, others in others."""
     requests = []
     for i in range(num):
-        length = prompt_len + 3 * i
+        length = prompt_len + 3 * (i // 2)
         request = random_prompts(
             1, length, output_len, vocab_size=vocab_size, seed=seed, repeat=repeat * num + i
         )[0]

@@ -4,7 +4,9 @@ What is charged to the pool:
 
 * a claim per running request: the blocks of its own at its projected peak, or at its present
   length where it has outgrown the projection;
-* blocks that several running requests hold, once: nobody can evict from those.
+* blocks that several running requests hold, once: nobody can evict from those;
+* what prompts hold beyond their claims: their chunks take the room there is, and give it back only
+  when scores have come.
 
 A request admitted so is not preempted later by its own growth or its neighbours', as far as the
 estimate of output lengths holds.
@@ -87,7 +89,12 @@ class Admission:
 
     def charged_blocks(self) -> int:
         """Blocks of the pool that running requests may come to need."""
-        return self.num_claimed + self._outgrown_blocks() + self._pinned_blocks()
+        return (
+            self.num_claimed
+            + self._outgrown_blocks()
+            + self._blocks_of_chunks()
+            + self._pinned_blocks()
+        )
 
     def _outgrown_blocks(self) -> int:
         """Blocks that requests need at their present lengths beyond their claims."""
@@ -103,6 +110,22 @@ class Admission:
                 beyond += max(0, needed - self.claims.get(request.request_id, 0))
             self._outgrown = (step, beyond)
         return self._outgrown[1]
+
+    def _blocks_of_chunks(self) -> int:
+        """Blocks that prompts hold beyond their claims.
+
+        Under `evict_when: pressure` everybody holds more than it claims, and gives it when asked.
+        """
+        if self.hooks.pressure.elastic:
+            return 0
+        beyond = 0
+        for request in self.hooks.scheduler.running:
+            if request.is_prefill_chunk:
+                state = self.hooks.states.get(request.request_id)
+                shared = 0 if state is None else state.num_protected // self.block_size
+                held = len(self.hooks.manager.req_to_blocks[request.request_id]) - shared
+                beyond += max(0, held - self.claims.get(request.request_id, 0))
+        return beyond
 
     def _pinned_blocks(self) -> int:
         """Distinct blocks from prefix hits that several requests hold now."""

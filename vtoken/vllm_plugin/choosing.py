@@ -24,12 +24,11 @@ class VictimChooser:
         self.hooks = hooks
         self.scheduler, self.planner = hooks.scheduler, hooks.planner
         config = hooks.config
-        # What the checker and the files follow is one request at a time; so are holes that stay.
+        # What the files follow is one request at a time; so are holes that stay.
         self._joins = (
             config.mode == "vtoken"
             and config.fragmentation_threshold == 0.0
             and config.evict_when == "always"
-            and not config.hash_kv_every
             and hooks.log is None
         )
         self._limit: MoveLimit | None = None

@@ -51,6 +51,10 @@ class Evictor:
         hooks = self.hooks
         if not states:
             return
+        if hooks.checker is not None:
+            parts = np.split(ids, counts.cumsum()[:-1])
+            for state, victims in zip(states, parts, strict=True):
+                hooks.checker.before_change(state.table.req_id, state, victims)
         self._event = event = execute_batch(states, ids, counts, 1, self.counters)
         rows = [self.manager.req_to_blocks[r] for r in event.req_ids]
         if hooks.caching:  # see _forget_hashes

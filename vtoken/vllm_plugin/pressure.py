@@ -35,6 +35,7 @@ class PressureControl:
         self.low = int(self.config.low_watermark_frac * self.usable)
         self.elastic = self.config.evict_when == "pressure"
         self.allocated: set[str] = set()
+        self._slack = (-1, 0)  # (step, blocks), see _decode_slack
 
     @property
     def is_active(self) -> bool:
@@ -133,14 +134,35 @@ class PressureControl:
         return cdiv(SCORE_DELAY_STEPS * len(self.hooks.scheduler.running), self.block_size) + 1
 
     def _decode_slack(self) -> int:
-        """Blocks that decoding requests take before anybody's scores of this step can be used.
+        """Blocks that decoding requests take before a chunk of this step can be evicted from.
 
-        A chunk that left less would have a neighbour preempted whom nobody can make room for.
+        A chunk that left less would have somebody preempted whom nobody can make room for: most
+        often the prompt itself, as the newest.
         """
-        if not self.hooks.scored or not self.elastic:
-            return 0
-        decoding = sum(not r.is_prefill_chunk for r in self.hooks.scheduler.running)
-        return cdiv(SCORE_DELAY_STEPS * decoding, self.block_size) + 1 if decoding else 0
+        step = self.hooks.step_seq
+        if self._slack[0] != step:  # a step may hold many chunks
+            decoding = [r for r in self.hooks.scheduler.running if not r.is_prefill_chunk]
+            self._slack = (step, self._growth_of(decoding) if decoding else 0)
+        return self._slack[1]
+
+    def _growth_of(self, decoding: list) -> int:
+        scored = self.hooks.scored
+        if self.elastic:  # whoever holds more than its budget can give, once scores are here
+            return cdiv(SCORE_DELAY_STEPS * len(decoding), self.block_size) + 1 if scored else 0
+        # A prompt is evicted from in its own turn of a step, after all that decode.
+        num_steps = SCORE_DELAY_STEPS if scored else 1
+        return sum(self._growth(r, 1 + num_steps) for r in decoding)
+
+    def _growth(self, request, num_tokens: int) -> int:
+        """Blocks that a decoding request takes with its next tokens, its evictions counted."""
+        hooks, req_id = self.hooks, request.request_id
+        state = hooks.states[req_id]
+        length = request.num_computed_tokens + num_tokens
+        slots = hooks.num_slots_needed(req_id, length)
+        if state.budget is not None:
+            kept = peak_tokens(state.budget, length - state.num_protected, 1)
+            slots = min(slots, kept + state.num_protected)
+        return max(0, cdiv(slots, self.block_size) - len(hooks.manager.req_to_blocks[req_id]))
 
     def _blocks_needed_at_most(self) -> int:
         """No less than `_blocks_needed`, without a look at every running request.

@@ -85,7 +85,8 @@ OWN = (
     Opt("prefix_len", parse=count, metavar="TOKENS", help="prefix: tokens that are shared."),
     Opt("suffix_len", parse=count, metavar="TOKENS", help="prefix: tokens of their own."),
     Opt("peers", parse=json_object, metavar="JSON",
-        help="""peers: interpreters of other environments, '{"kvpress": "venv/bin/python"}'."""),
+        help="""peers: interpreters of other environments, '{"kvpress": "venv/bin/python"}': """
+        "openvino, openvino-eviction, kvpress; NAME:LABEL once more."),
     Opt("peer_args", parse=json_object, metavar="JSON", help="peers: further settings by peer."),
     Opt("resume", metavar="DIR", help="Take the runs that an earlier --output has, of the same "
         "settings."),

@@ -3,41 +3,44 @@
 Stock vLLM always runs, in a process of its own with all plugins off. Others are given by the
 interpreter of an environment that has them:
 
-    kvpress    Hugging Face with a press (`--peer-args '{"kvpress": {"press": "SnapKVPress"}}'`):
-               compresses the prompt once, one request at a time
+    openvino           OpenVINO GenAI's continuous batching, nothing evicted
+    openvino-eviction  the same with its own cache eviction, to the same budget
+    kvpress            Hugging Face with a press (`{"kvpress": {"press": "KnormPress"}}`), which
+                       compresses prompts; in static batches, memory not limited
+    NAME:LABEL         the same engine once more, with settings of its own
 
-Processes stay up, so that peers take turns with our modes over the same prompts like any pair.
-The paper has no such comparison.
+All have the same prompts, output lengths, data type and, where they have one, pool. Processes
+stay up, so that peers take turns with our modes over the same prompts like any pair. The paper
+has no such comparison.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
-from collections import deque
-from collections.abc import Mapping
-from pathlib import Path
-from threading import Thread
+from collections.abc import Mapping, Sequence
+from statistics import median
 
-from vtoken.engine import peer_runner
-from vtoken.errors import ConfigError, EngineError, nearest
 from vtoken.experiments.bench.context import Context, SuiteResult
-from vtoken.experiments.bench.measure import Record
+from vtoken.experiments.bench.measure import EVICTED_NOTHING, Record
 from vtoken.experiments.bench.pairing import Comparison, output_tokens
+from vtoken.experiments.bench.peer_process import (
+    STOCK,
+    Peer,
+    check_interpreter,
+    check_peer_args,
+    engine_of,
+)
 from vtoken.experiments.bench.rows import make_row, pair_ratios
 from vtoken.experiments.bench.session import Pool
-from vtoken.experiments.bench.settings import DEFAULT_RATIO, Case
+from vtoken.experiments.bench.settings import Case
 from vtoken.experiments.bench.workloads import WARM_UP_REPEAT
+from vtoken.models.store import cache_dir
 
 PAPER = "not in the paper"
 DEFAULT_WORKLOADS = ("text:128+64",)
 DEFAULT_POLICIES = ("h2o",)
+DEFAULT_PRESS = "SnapKVPress"
 NUM_REQUESTS, CONCURRENCY = 4, 4
-STOCK = "stock"
-MODULES = {"kvpress": "kvpress"}  # what an environment must be able to import
 
 
 def run_peers(context: Context, result: SuiteResult) -> None:
@@ -49,7 +52,10 @@ def run_peers(context: Context, result: SuiteResult) -> None:
     """
     settings = context.settings
     interpreters = {STOCK: sys.executable, **settings.peers}
-    for name, python in settings.peers.items():
+    check_peer_args(interpreters, settings.peer_args)
+    # One check for all that share an environment: importing takes seconds.
+    checks = {(engine_of(name), python): name for name, python in settings.peers.items()}
+    for (_, python), name in checks.items():
         check_interpreter(name, python)
     workloads = context.workloads(DEFAULT_WORKLOADS)
     num = settings.num_requests or NUM_REQUESTS
@@ -78,122 +84,50 @@ def run_peers(context: Context, result: SuiteResult) -> None:
 
 
 def _peer_settings(context: Context, name: str, pool: Pool, longest: int, at_once: int) -> dict:
-    engine, clock = context.settings.engine, context.settings.clock
+    """What a peer is started with: equal to our engines' where it has the setting."""
+    engine, config = context.settings.engine, context.settings.config
     given = dict(context.settings.peer_args.get(name, {}))
-    head = {"model": context.model_path, "clock": clock}
+    head = {"model": context.model_path, "clock": context.settings.clock}
     if name == STOCK:
-        settings = {
-            **head,
-            "block_size": pool.block_size,
-            "num_gpu_blocks_override": pool.num_kv_blocks + 1,
-            "max_model_len": min(longest + 1, context.shape.max_model_len),
-            "max_num_seqs": at_once,
-            "enable_prefix_caching": False,
-            "disable_log_stats": True,
-            "seed": engine.seed,
-        }
-        from vtoken.engine.cpu import engine_runs_on_cpu
-
-        if engine_runs_on_cpu():
-            settings |= {"dtype": engine.dtype or "float32", "enforce_eager": True}
-            settings |= {"kv_cache_memory_bytes": 2 << 30}
-        elif engine.dtype:
-            settings["dtype"] = engine.dtype
-        return settings | given
-    ratio = context.settings.config.effective_ratio
-    defaults = {
-        "dtype": engine.dtype or "float32", "press": "SnapKVPress",
-        "eviction_ratio": DEFAULT_RATIO if ratio is None else ratio,
-    }  # fmt: skip
-    return head | defaults | given
+        return head | _stock_settings(context, pool, longest, at_once) | given
+    settings = head | {
+        "dtype": engine.dtype or "float32",
+        "pool_tokens": pool.num_kv_blocks * pool.block_size,
+        "max_num_seqs": at_once,
+        "budget_tokens": _budget_tokens(config, longest),
+    }
+    if engine_of(name) == "kvpress":
+        settings |= {"press": DEFAULT_PRESS, "eviction_ratio": config.effective_ratio}
+    else:
+        settings["cache"] = str(cache_dir() / "openvino")
+    return settings | given
 
 
-def check_interpreter(name: str, python: str) -> None:
-    """Refuse a peer that cannot run, before anything is measured.
-
-    Raises:
-        ConfigError: unknown peer, no such interpreter, or the library is not there.
-    """
-    if name not in MODULES:
-        raise ConfigError("--peers", name, nearest(name, MODULES))
-    try:
-        done = subprocess.run(
-            [python, "-c", f"import {MODULES[name]}"], capture_output=True, text=True, timeout=300,
-            check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = getattr(error, "strerror", None) or "it does not answer"
-        raise ConfigError("--peers", f"{name}={python}", f"a Python that runs ({why})") from None
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["it fails"])[-1]
-        raise ConfigError(
-            "--peers", f"{name}={python}", f"a Python that can import {MODULES[name]} ({why})"
-        )
+def _budget_tokens(config, longest: int) -> int:
+    """The budget, where it is a ratio that of the longest request at its end."""
+    ratio = config.effective_ratio
+    return config.kv_budget_tokens if ratio is None else max(1, round((1 - ratio) * longest))
 
 
-class Peer:
-    """A process that runs another engine.
+def _stock_settings(context: Context, pool: Pool, longest: int, at_once: int) -> dict:
+    engine = context.settings.engine
+    settings = {
+        "block_size": pool.block_size,
+        "num_gpu_blocks_override": pool.num_kv_blocks + 1,
+        "max_model_len": min(longest + 1, context.shape.max_model_len),
+        "max_num_seqs": at_once,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "seed": engine.seed,
+    }
+    from vtoken.engine.cpu import engine_runs_on_cpu
 
-    Raises:
-        EngineError: it did not start.
-    """
-
-    def __init__(self, name: str, python: str, settings: Mapping[str, object]) -> None:
-        self.name = name
-        script = str(Path(peer_runner.__file__).resolve())
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("VTOKEN_")}
-        self.process = subprocess.Popen(
-            [python, script, name, json.dumps(settings)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-        self._last: deque[str] = deque(maxlen=50)
-        # Somebody has to read what it logs, or it would wait for a full pipe.
-        self._reader = Thread(target=self._drain, daemon=True)
-        self._reader.start()
-        self.version = self._wait_for(peer_runner.READY)
-
-    def _drain(self) -> None:
-        for line in self.process.stderr:
-            self._last.append(line.rstrip())
-
-    def _wait_for(self, word: str) -> str:
-        for line in self.process.stdout:
-            if line.startswith(word):
-                return line.removeprefix(word).strip()
-        self.process.wait()
-        self._reader.join(timeout=5)
-        said = next((line for line in reversed(self._last) if "Error" in line), "no reason given")
-        raise EngineError(f"the peer {self.name} ended: {said.strip()}")
-
-    def run(self, requests, concurrency: int) -> dict:
-        """Run requests; {"times", "wall_s"} as in peer_runner.
-
-        Raises:
-            EngineError: it died.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "result.json"
-            job = {
-                "requests": [(list(r.prompt_token_ids), r.output_len) for r in requests],
-                "concurrency": concurrency,
-                "result": str(path),
-            }
-            try:
-                self.process.stdin.write(json.dumps(job) + "\n")
-                self.process.stdin.flush()
-            except OSError:
-                pass  # it has died; waiting says why
-            self._wait_for(peer_runner.DONE)
-            return json.loads(path.read_text())
-
-    def close(self) -> None:
-        """End the process: at the end of its input, or after a while by a signal."""
-        self.process.stdin.close()
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    if engine_runs_on_cpu():
+        settings |= {"dtype": engine.dtype or "float32", "enforce_eager": True}
+        settings |= {"kv_cache_memory_bytes": 2 << 30}
+    elif engine.dtype:
+        settings["dtype"] = engine.dtype
+    return settings
 
 
 def _compare(context: Context, runner, comparison: Comparison, peers) -> list[dict[str, object]]:
@@ -209,34 +143,48 @@ def _compare(context: Context, runner, comparison: Comparison, peers) -> list[di
         runner.raise_if_interrupted()
         for name, peer in peers.items():
             others[name].append(_peer_run(context, runner, turn, name, peer))
-    rows = []
-    load = {"concurrency": comparison.max_concurrency, "block_size": comparison.pool.block_size}
-    for name, records in others.items():
-        case = Case(mode="native")
-        row = make_row(case, comparison.workload.name, records, engine=name, **load)
-        row |= {"mode": name, "peer_version": peers[name].version}
-        if name != STOCK:
-            row["concurrency"] = 1
-        rows.append(row)
-    for case in comparison.cases:
-        rows.append(
-            make_row(case, comparison.workload.name, own[case.key], engine="vtoken", **load)
-        )
+    rows = [_peer_row(comparison, peers[name], records) for name, records in others.items()]
+    rows += [_own_row(context, comparison, case, own[case.key]) for case in comparison.cases]
     runs = [*others.values(), *(own[case.key] for case in comparison.cases)]
     for row, records in zip(rows, runs, strict=True):
         if records is not others[STOCK]:
-            ratios = sorted(pair_ratios(records, others[STOCK], "output_throughput"))
-            row["throughput_over_stock"] = ratios[len(ratios) // 2] if ratios else None
+            ratios = pair_ratios(records, others[STOCK], "output_throughput")
+            row["throughput_over_stock"] = median(ratios) if ratios else None
     return rows
 
 
+def _peer_row(comparison: Comparison, peer: Peer, records: Sequence[Record]) -> dict[str, object]:
+    about = dict(peer.about)
+    row = make_row(
+        Case(mode=peer.name), comparison.workload.name, records, engine=peer.name,
+        peer_version=about.pop("version"), **about,
+    )  # fmt: skip
+    budget = row.get("budget_tokens")
+    if budget is not None and comparison.workload.max_tokens <= budget:
+        row["note"] = EVICTED_NOTHING
+    return row
+
+
+def _own_row(
+    context: Context, comparison: Comparison, case: Case, records: Sequence[Record]
+) -> dict[str, object]:
+    pool, load = comparison.pool, {"concurrency": comparison.max_concurrency}
+    load |= {"block_size": pool.block_size, "pool_tokens": pool.num_kv_blocks * pool.block_size}
+    if case.policy:
+        config = context.settings.config
+        load["budget_tokens"] = _budget_tokens(config, comparison.workload.max_tokens)
+    return make_row(case, comparison.workload.name, records, engine="vtoken", **load)
+
+
 def _peer_run(context: Context, runner, turn: Comparison, name: str, peer: Peer) -> Record:
-    key = turn.key(Case(mode=name), turn.first_repeat)
+    case = Case(mode=name, changes=context.settings.peer_args.get(name, {}))
+    key = turn.key(case, turn.first_repeat)
     record = context.journal.get(key)
     if record is None:
         requests = turn.workload.make(turn.num_requests, turn.first_repeat)
         found = peer.run(requests, turn.max_concurrency)
-        record = Record(values=_metrics(requests, found, context.settings.goodput_ms))
+        values = _metrics(requests, found, context.settings.goodput_ms)
+        record = Record(values=values | found["values"])
         context.journal.put(key, record)
     runner.note_done(output_tokens(turn), f"{turn.workload.name}, {name}, {turn.first_repeat + 1}")
     return record
@@ -267,7 +215,8 @@ def sentences(rows: list[dict[str, object]]) -> list[str]:
     """Throughput against stock vLLM."""
     return [
         f"{row['workload']}: {row['mode']}{', ' + row['policy'] if row['policy'] else ''} ran at "
-        f"{row['throughput_over_stock']:.2f} of stock vLLM's throughput."
+        f"{row['throughput_over_stock']:.2f} of stock vLLM's throughput"
+        + (f" ({row['note']})." if row.get("note") else ".")
         for row in rows
         if row.get("throughput_over_stock") is not None
     ]

@@ -94,8 +94,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("engine", "engine", digits=None),
         *_HEAD,
         Column("concurrency", "C", digits=0),
+        Column("pool_tokens", "pool", digits=0),
+        Column("budget_tokens", "budget", digits=0),
         *_LOAD,
         Column("throughput_over_stock", "x stock", digits=2),
+        Column("peer_version", "version", digits=None),
+        Column("eviction", "evicts", digits=None),
         Column("reason", "why not", digits=None),
     ),
 }
@@ -103,7 +107,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 # Terminals are narrow; the HTML page has them.
 _ON_THE_PAGE_ONLY = {
     "vtoken_blocks_fully_dead_frac", "vtoken_blocks_partly_dead_frac",
-    "vtoken_blocks_expected_partly_dead_frac",
+    "vtoken_blocks_expected_partly_dead_frac", "peer_version", "eviction",
 }  # fmt: skip
 
 
