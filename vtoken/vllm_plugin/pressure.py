@@ -156,10 +156,10 @@ class PressureControl:
     def _growth(self, request, num_tokens: int) -> int:
         """Blocks that a decoding request takes with its next tokens, its evictions counted."""
         hooks, req_id = self.hooks, request.request_id
-        state = hooks.states[req_id]
+        state = hooks.states.get(req_id)  # None: it came in this step
         length = request.num_computed_tokens + num_tokens
         slots = hooks.num_slots_needed(req_id, length)
-        if state.budget is not None:
+        if state is not None and state.budget is not None:
             kept = peak_tokens(state.budget, length - state.num_protected, 1)
             slots = min(slots, kept + state.num_protected)
         return max(0, cdiv(slots, self.block_size) - len(hooks.manager.req_to_blocks[req_id]))
