@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -323,11 +324,11 @@ def _placement_together(engine, change) -> Iterator[None]:
 
 def _moves_of(steps, tables) -> Iterator[tuple[object, slice]]:
     """The table of every request that moves tokens, and where its moves are in the step's."""
-    ends = np.cumsum(steps.move_counts)
-    for req_id, end, count in zip(steps.req_ids, ends, steps.move_counts, strict=True):
-        if count:
-            table = next(t for t in tables if t.req_id == req_id)
-            yield table, slice(int(end - count), int(end))
+    for req_id, (first, end) in zip(
+        steps.req_ids, pairwise(steps.move_start.tolist()), strict=True
+    ):
+        if end > first:
+            yield next(t for t in tables if t.req_id == req_id), slice(first, end)
 
 
 @fault("two tokens in one slot, many requests at once", "I2.table")
@@ -361,9 +362,9 @@ def moves_of_a_neighbour(engine):
     """The moves of two requests end up under each other's name."""
 
     def change(tables, before, steps):
-        moving = np.flatnonzero(steps.move_counts)
-        if len(moving) > 1:
-            steps.move_source[:] = np.roll(steps.move_source, int(steps.move_counts[moving[0]]))
+        parts = [moves for _, moves in _moves_of(steps, tables)]
+        if len(parts) > 1:
+            steps.move_source[:] = np.roll(steps.move_source, parts[0].stop)
 
     with _placement_together(engine, change):
         yield

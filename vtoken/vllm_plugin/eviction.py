@@ -52,7 +52,7 @@ class Evictor:
         if not states:
             return
         if hooks.checker is not None:
-            parts = np.split(ids, counts.cumsum()[:-1])
+            parts = np.split(ids, np.cumsum(counts)[:-1])
             for state, victims in zip(states, parts, strict=True):
                 hooks.checker.before_change(state.table.req_id, state, victims)
         self._event = event = execute_batch(states, ids, counts, 1, self.counters)

@@ -13,13 +13,13 @@ import numpy as np
 from vtoken.experiments.profile.rows import Row, make_row
 
 
-def arrays_of(*things: object) -> list[object]:
+def arrays_of(*things: object, leave_out: object = None) -> list[object]:
     """Distinct numpy arrays and torch tensors reachable through vToken's objects and containers.
 
-    Views count as the array they look into.
+    Views count as the array they look into. What is reached through `leave_out` alone does not.
     """
     found: dict[int, object] = {}
-    seen: set[int] = set()
+    seen: set[int] = {id(leave_out)}
     waiting = list(things)
     while waiting:
         thing = waiting.pop()
@@ -66,8 +66,11 @@ def num_bytes(arrays: Iterable[object]) -> int:
 
 
 def host_bytes(hooks) -> int:
-    """Bytes of the token tables, as allocated: room for growth counts."""
-    return num_bytes(arrays_of(hooks.tables))
+    """Bytes of the token tables, as allocated: room for growth counts.
+
+    The buffers of the compiled operations do not: there is one set of them, whatever is running.
+    """
+    return num_bytes(arrays_of(hooks.tables, leave_out=hooks.tables.arena.ops))
 
 
 def device_rows(engine) -> Iterator[Row]:
