@@ -109,7 +109,7 @@ class Side:
     def __init__(self, settings: ElasticSettings, config: VTokenConfig) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, settings, config))
+        self._process = context.Process(target=_serve, args=(theirs, settings, config), daemon=True)
         self._process.start()
         theirs.close()  # or the end of the other process would go unnoticed
 
