@@ -37,9 +37,9 @@ def resident_mib() -> float:
 def in_use_mib() -> float:
     """Host memory in use: less what the C library keeps of freed memory, for later.
 
-    Stock vLLM's steps free tensors of ever other sizes, and the checks' still more: glibc's heap
-    grows by tens of MiB over a run of either, all of which it can give back. oneDNN keeps a
-    primitive for each of the last 1,024 shapes, 100 KiB of them; tests/conftest.py has it keep few.
+    Steps, and the checks' still more, free tensors of ever other sizes: glibc's heap grows by tens
+    of MiB, which it can give back. oneDNN keeps a compiled matrix product for each number of tokens
+    in a step; tests/conftest.py has it keep few.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
