@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from vtoken.core.arena import COLUMN
+from vtoken.core.events import BatchSteps
 from vtoken.core.table import RequestTable
 
 
@@ -98,23 +99,15 @@ class Eviction:
 
 @dataclass(slots=True)
 class Packed:
-    """What packing did, for the step's plan.
+    """What packing did.
 
     Attributes:
-        num_reclaimed, new_token_index, rewrites_row, row_start, row_kept, move_start,
-            move_source, move_destination: as in StepPlan, for E requests.
+        steps: for the step's plan.
         num_appended: ints[E], new tokens that are still to be appended at the packed end.
         num_reused: new tokens that took a hole inside the layout.
     """
 
-    num_reclaimed: np.ndarray
-    new_token_index: np.ndarray
-    rewrites_row: np.ndarray
-    row_start: np.ndarray
-    row_kept: np.ndarray
-    move_start: np.ndarray
-    move_source: np.ndarray
-    move_destination: np.ndarray
+    steps: BatchSteps
     num_appended: list[int]
     num_reused: int
 

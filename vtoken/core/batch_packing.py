@@ -11,7 +11,7 @@ import numpy as np
 
 from vtoken.core.arena import CHUNK_TOKENS
 from vtoken.core.batch import Eviction, Packed, Tables
-from vtoken.core.events import starts
+from vtoken.core.events import BatchSteps, starts
 from vtoken.core.table import NO_SLOTS, ONE
 
 _GONE = 1 << 60
@@ -124,7 +124,8 @@ def pack(batch: Tables, eviction: Eviction, num_new: np.ndarray) -> Packed:
     new_token_index = np.full(E, -1, np.int32)
     num_reused = _reuse(batch, np.flatnonzero(reuses), dead[taken], new_token_index)
     reclaimed = batch.number("num_computed_tokens") - batch.number("num_physical_tokens")
-    return Packed(
+    steps = BatchSteps(
+        req_ids=[t.req_id for t in batch.tables],
         num_reclaimed=reclaimed.astype(np.int32),
         new_token_index=new_token_index,
         rewrites_row=rows.changed,
@@ -133,9 +134,8 @@ def pack(batch: Tables, eviction: Eviction, num_new: np.ndarray) -> Packed:
         move_start=starts(move_counts),
         move_source=move_source,
         move_destination=move_destination,
-        num_appended=(num_new - reuses).tolist(),
-        num_reused=num_reused,
     )
+    return Packed(steps, (num_new - reuses).tolist(), num_reused)
 
 
 def _dead_inside(batch, rows: Rows, holes, hole_owner, in_row):

@@ -101,16 +101,13 @@ def finalize_batch(
         if count:
             table = states[e].table
             table.sync(row_from(e, table.num_blocks), table.num_computed_tokens + count)
-    counters.moved_tokens += len(packed.move_source)
+    steps = packed.steps
+    counters.moved_tokens += len(steps.move_source)
     counters.reused_slots += packed.num_reused
-    move_start = packed.move_start.tolist()
+    move_start = steps.move_start.tolist()
     for state, gone, (first, end) in zip(states, eviction.gone, pairwise(move_start), strict=True):
         counters.repacking_moves += 0 if gone else end - first
         counters.relocation_events += bool(gone) or end > first
         state.executed = state.packs = False
         state.num_released = 0
-    return BatchSteps(
-        event.req_ids, packed.num_reclaimed, packed.new_token_index, packed.rewrites_row,
-        packed.row_start, packed.row_kept, packed.move_start, packed.move_source,
-        packed.move_destination,
-    )  # fmt: skip
+    return steps

@@ -23,6 +23,7 @@ import numpy as np
 from vtoken.core.arena import ARRAYS, NUMBERS, Arena
 from vtoken.core.batch import BatchOps, Eviction, Packed, ScoredIds, Tables
 from vtoken.core.batch_numpy import NumpyOps
+from vtoken.core.events import BatchSteps
 from vtoken.kernels import build
 
 logger = logging.getLogger("vtoken.kernels")
@@ -340,7 +341,8 @@ class CompiledOps(NumpyOps):
         self._check(code, batch)
         num_kept, num_moves, num_reused = self._totals.ints(3)
         of_requests = self._of_requests.take(4 * E + 2)
-        return Packed(
+        steps = BatchSteps(
+            req_ids=[t.req_id for t in batch.tables],
             num_reclaimed=of_requests[:E],
             new_token_index=of_requests[E : 2 * E],
             rewrites_row=self._rewrites.take(E),
@@ -349,9 +351,8 @@ class CompiledOps(NumpyOps):
             move_start=of_requests[3 * E + 1 :],
             move_source=self._source.take(num_moves),
             move_destination=self._destination.take(num_moves),
-            num_appended=self._appended.ints(E),
-            num_reused=num_reused,
         )
+        return Packed(steps, self._appended.ints(E), num_reused)
 
     def _make_space(self, batch: Tables, eviction: Eviction) -> None:
         """Let the results of `pack` fit, however many there may be."""
