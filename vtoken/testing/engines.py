@@ -187,6 +187,9 @@ class CheckedDryEngine(DryEngine):
             if self.oracle.victims is None:
                 # Unscheduled requests leave no trace: what the engine holds must be a subset.
                 self.oracle.follow(req_id, ids)
+            elif req_id not in self.model.reads:
+                shared = self._protected.get(req_id, set())
+                self.oracle.pass_over(req_id, self.hooks.step_seq, shared, ids)
             slots = table.slots_of(table.index_of[ids])
             wrong = self.oracle.check_slots(req_id, ids, slots, self.model.kv)
             self._wrong += [("I1", w) for w in wrong]

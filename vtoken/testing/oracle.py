@@ -152,6 +152,19 @@ class Oracle:
                 wrong.append(f"{req_id}: recorded other live ids than its policy leaves")
         return wrong
 
+    def pass_over(
+        self, req_id: str, step_seq: int, protected: set[int], live_ids: np.ndarray
+    ) -> None:
+        """A step did not reach a request, which may have lost tokens at its head all the same.
+
+        Args:
+            protected: as in `begin_step`.
+            live_ids: what the engine holds; only whether it evicted is taken from there.
+        """
+        request = self.requests[req_id]
+        if self.rules is not None and len(live_ids) < len(request.live):
+            self._evict(request, step_seq, protected, live_ids)
+
     def _start(self, req_id: str, tokens: list[int], num_prompt: int | None, num_hits: int) -> None:
         """A request begins, or begins again: prefix hits hold what was computed without eviction."""
         request = OracleRequest(req_id, tokens, len(tokens) if num_prompt is None else num_prompt)
