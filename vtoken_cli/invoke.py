@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ def _prepare_process(out: Output) -> None:
     from vtoken_cli.cpu_runtime import ensure_cpu_runtime
 
     ensure_cpu_runtime(out.note)
+    # `timeout` and batch systems end a job this way: what was measured is kept, as with Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not out.verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

@@ -143,11 +143,12 @@ def test_settings_come_from_yaml_too(tmp_path, capfd):
     assert result["frontier"][0]["max_concurrency"] == 3
 
 
-# ---- Ctrl-C --------------------------------------------------------------------------------
+# ---- an early end --------------------------------------------------------------------------
 
 
 @pytest.mark.vllm
-def test_ctrl_c_keeps_the_points_measured_so_far(tmp_path, model_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "time_limit"])
+def test_an_early_end_keeps_the_points_measured_so_far(tmp_path, model_path, sent):
     model_path("tiny-llama")
     out = tmp_path / "out"
     args = [
@@ -169,7 +170,7 @@ def test_ctrl_c_keeps_the_points_measured_so_far(tmp_path, model_path):
             lines.append(line)
             if line.startswith("native at 40: "):
                 break
-        scan.send_signal(signal.SIGINT)
+        scan.send_signal(sent)
         stdout, rest = scan.communicate(timeout=120)
     finally:
         scan.kill()

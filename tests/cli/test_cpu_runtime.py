@@ -1,4 +1,4 @@
-"""A CPU engine gets Intel's OpenMP and all cores, unless the user says otherwise."""
+"""A CPU engine gets Intel's OpenMP, huge pages and all cores, unless the user says otherwise."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from vtoken_cli import cpu_runtime
 
 COMMAND = """
 import os, sys
-names = ("LD_PRELOAD", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "KMP_BLOCKTIME")
+names = (
+    "LD_PRELOAD", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND",
+    "KMP_BLOCKTIME",
+)
 mapped = "libiomp5" in open("/proc/self/maps").read()
 run.out.result({**{n: os.environ.get(n) for n in names}, "mapped": mapped, "pid": os.getpid()})
 """
 CLEAN = dict.fromkeys(
-    ("VTOKEN_NO_REEXEC", "LD_PRELOAD", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND",
-     "KMP_BLOCKTIME")
+    ("VTOKEN_NO_REEXEC", "LD_PRELOAD", "GLIBC_TUNABLES", "OMP_NUM_THREADS",
+     "VLLM_CPU_OMP_THREADS_BIND", "KMP_BLOCKTIME")
 )  # fmt: skip
 
 needs_intel_openmp = pytest.mark.skipif(
@@ -40,12 +43,18 @@ def test_starts_over_with_intel_openmp_and_says_so(engine_cli):
     cores = cpu_runtime.num_physical_cores()
     assert seen["mapped"] and seen["LD_PRELOAD"] == str(cpu_runtime.find_intel_openmp())
     assert seen["OMP_NUM_THREADS"] == str(cores) and seen["KMP_BLOCKTIME"] == "5"
-    assert done.stderr == f"CPU engine: {cores} threads, Intel OpenMP preloaded\n"
+    huge = cpu_runtime.huge_pages_on_request()
+    assert seen["GLIBC_TUNABLES"] == ("glibc.malloc.hugetlb=1" if huge else None)
+    pages = ", huge pages" if huge else ""
+    assert done.stderr == f"CPU engine: {cores} threads, Intel OpenMP preloaded{pages}\n"
 
 
 @needs_intel_openmp
 def test_the_users_settings_stay(engine_cli):
-    own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "KMP_BLOCKTIME": "1"}
+    own = {
+        "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "KMP_BLOCKTIME": "1",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0",
+    }  # fmt: skip
     seen = json.loads(engine_cli("probe", "--json", **{**CLEAN, **own}).stdout)
     assert {name: seen[name] for name in own} == own and seen["mapped"]
 
@@ -104,6 +113,28 @@ def test_restart_keeps_interpreter_options_and_arguments(monkeypatch, tmp_path):
     assert program == sys.executable
     assert arguments == [sys.executable, "-X", "dev", "-m", "vtoken_cli.app", "a b"]
     assert environment["LD_PRELOAD"] == str(tmp_path / "libiomp5.so")
+
+
+@pytest.mark.parametrize(
+    ("modes", "libc", "asked_for"),
+    [("always [madvise] never", ("glibc", "2.36"), True),
+     ("always [madvise] never", ("glibc", "2.34"), False),
+     ("always [madvise] never", ("", ""), False),
+     ("[always] madvise never", ("glibc", "2.36"), False),
+     (None, ("glibc", "2.36"), False)],
+)  # fmt: skip
+def test_huge_pages_are_asked_for_where_that_helps(monkeypatch, tmp_path, modes, libc, asked_for):
+    file = tmp_path / "enabled"
+    if modes:
+        file.write_text(modes)
+    monkeypatch.setattr(cpu_runtime, "_HUGE_PAGE_MODES", file)
+    monkeypatch.setattr(cpu_runtime.platform, "libc_ver", lambda: libc)
+    monkeypatch.setattr(cpu_runtime, "find_intel_openmp", lambda: None)
+    other = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
+    expected = {"GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.malloc.hugetlb=1"}
+    assert cpu_runtime.start_settings(other) == (expected if asked_for else {})
+    # What the process starts with the second time needs no third.
+    assert cpu_runtime.start_settings({**other, **(expected if asked_for else {})}) == {}
 
 
 def test_several_memory_nodes_keep_vllms_binding(monkeypatch):
