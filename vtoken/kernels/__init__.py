@@ -71,7 +71,7 @@ def describe(kernels: Kernels) -> dict[str, str]:
     """Say which kernels these are, why, and which attention an engine gives to them."""
     own = "holes and scores"
     if kernels.name == "cpp":  # measured faster than the engine's own there
-        own += ", and packed decodes in modes that evict"
+        own += ", and packed batches in modes that evict (without prompts where vLLM has AMX tiles)"
     return {
         "attention": kernels.name, "reason": kernels.why,
         "serves": f"{own}; all else is vLLM's own attention",

@@ -3,10 +3,11 @@
 `CPUAttention` sits between vLLM's attention layers and their implementation. Per step it decides,
 for the whole batch, what each layer's forward does:
 
-    stock      no holes, no scores wanted: vLLM's kernel, untouched
-    all ours   every request decodes (one query): one pass gives output and scores
-    mixed      some requests prefill: vLLM's kernel runs the batch, then ours does over the
-               requests with holes, and adds the scores of the rest
+    stock      vLLM's kernel, untouched: a mode that never evicts
+    all ours   one pass of our kernel gives output and scores: where it was compiled (it measures
+               faster than vLLM's, of prompts and of decodes), or every request decodes
+    mixed      some requests prefill, and vLLM's kernel is the faster one at that: it runs the
+               batch, then ours does over the requests with holes, and adds the scores of the rest
 
 Legend: R requests, T query rows, S slots of the pool.
 """
@@ -79,7 +80,8 @@ class CPUAttention:
     Attributes:
         kernels, layout: what runs, and how KV lies in a block.
         scores: float32[S], what the policy keeps per slot; None without a scored policy.
-        decode_kernel: "ours" where our kernel serves packed decodes too, else "stock".
+        decode_kernel, prefill_kernel: "ours" where our kernel serves packed batches too, of
+            decodes alone or with prompts among them; else "stock".
     """
 
     def __init__(self, runner, layers: dict, config, block_size: int) -> None:
@@ -95,7 +97,7 @@ class CPUAttention:
         self.kind = ScoreKind.NONE
         self.score_queries = -1
         self.scores = self.step_scores = None
-        self.decode_kernel = "stock"
+        self.decode_kernel = self.prefill_kernel = "stock"
         self.configure(config)
         for layer in self.layers:
             self._wrap(layer)
@@ -114,8 +116,11 @@ class CPUAttention:
             num_slots = self.kvs[0].shape[0] * self.block_size
             self.scores = torch.zeros(num_slots)
             self.step_scores = torch.zeros(num_slots)
-        fast = self.kernels.name == "cpp"
-        self.decode_kernel = "ours" if fast and config.evicts else "stock"
+        ours = self.kernels.name == "cpp" and config.evicts
+        self.decode_kernel = "ours" if ours else "stock"
+        # Tile units multiply many rows an instruction, which ours does not use.
+        has_tiles = getattr(self.layers[0], "isa", None) == "amx"
+        self.prefill_kernel = "ours" if ours and not has_tiles else "stock"
 
     def _wrap(self, layer) -> None:
         stock, attention = layer.impl.forward, self
@@ -168,12 +173,13 @@ class CPUAttention:
             self.step_scores.zero_()
         all_decode = bool((num_queries == 1).all())
         scored = self.kind in ATTENTION_KINDS
-        if holed is None and not scored and not (all_decode and self.decode_kernel == "ours"):
+        ours = (self.decode_kernel if all_decode else self.prefill_kernel) == "ours"
+        if holed is None and not scored and not ours:
             return
         self.work = work = StepWork()
         arrays = _BatchArrays(runner, n, starts, holed, masks)
         counted = counted_queries(self.kind, self.score_queries)
-        if all_decode:
+        if all_decode or ours:
             work.replaces_stock = True
             work.plan = arrays.plan(self, None, counted)[0]
             return

@@ -19,7 +19,7 @@ namespace vt {
 constexpr int kPassRows = 24;    // query rows of a chunk that share one walk over K and V
 constexpr int kMaxUnits = 64;    // runs of query rows per (request, KV head), at most
 constexpr int kStepBytes = 16384;  // K and V of one head that a decode step reads, about
-constexpr int64_t kSmallWork = 1 << 20;  // pairs * heads * head size below which one thread does it
+constexpr int64_t kSmallWork = 1 << 17;  // pairs * heads * head size below which one thread does it
 
 using Body = void (*)(void*);
 using GompParallel = void (*)(Body, void*, unsigned, unsigned);
