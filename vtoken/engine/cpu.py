@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+STOCK_BLOCK_TOKENS = 32  # stock CPU attention takes multiples of this
+
 
 def default_block_size(config) -> int:
     """The smallest block that the attention backend takes: 32 tokens for stock CPU attention."""
-    return 32
+    return STOCK_BLOCK_TOKENS
 
 
 def keep_async_scheduling() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from math import lcm
 from statistics import median
 
 from vtoken.experiments.bench.context import Context, SuiteResult
@@ -123,11 +124,26 @@ def _stock_settings(context: Context, pool: Pool, longest: int, at_once: int) ->
     from vtoken.engine.cpu import engine_runs_on_cpu
 
     if engine_runs_on_cpu():
+        pool = stock_cpu_pool(pool)
+        settings |= {
+            "block_size": pool.block_size,
+            "num_gpu_blocks_override": pool.num_kv_blocks + 1,
+        }
         settings |= {"dtype": engine.dtype or "float32", "enforce_eager": True}
         settings |= {"kv_cache_memory_bytes": 2 << 30}
     elif engine.dtype:
         settings["dtype"] = engine.dtype
     return settings
+
+
+def stock_cpu_pool(pool: Pool) -> Pool:
+    """The same memory in blocks that stock attention takes on a CPU, the last part of one less."""
+    from vtoken.engine.cpu import STOCK_BLOCK_TOKENS
+
+    block_size = lcm(pool.block_size, STOCK_BLOCK_TOKENS)
+    return Pool(
+        num_kv_blocks=pool.num_kv_blocks * pool.block_size // block_size, block_size=block_size
+    )
 
 
 def _compare(context: Context, runner, comparison: Comparison, peers) -> list[dict[str, object]]:
