@@ -5,7 +5,8 @@
 Stock vLLM and vToken run the same requests in the same pool, in turn, each in a process of its
 own with an engine that stays open. At the concurrency that native holds the tokens must be the
 same and the throughput should be; at twice that, native preempts. The pool is 6.5 peaks of a
-request for 6 requests, and in that proportion for others.
+request for 6 requests, and in that proportion for others; both have as many slots, in the smallest
+blocks that each takes on a CPU.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vtoken.config import VTokenConfig
+from vtoken.engine.cpu import STOCK_BLOCK_TOKENS
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import EngineError
 from vtoken.units import cdiv
 
 NATIVE_PEAKS_PER_REQUEST = 6.5 / 6
+VTOKEN_BLOCK_TOKENS = 16
 BOOTSTRAP_DRAWS = 5000
 
 
@@ -33,6 +36,7 @@ BOOTSTRAP_DRAWS = 5000
 class ElasticSettings:
     """Attributes:
     concurrency: requests at once that native holds; twice as many are tried too.
+    block_size: of the side in hand.
     pairs: measured pairs at each concurrency; one more warms up.
     """
 
@@ -40,15 +44,16 @@ class ElasticSettings:
     policy: str = "h2o"
     eviction_ratio: float = 0.5
     concurrency: int = 6
-    prompt_len: int = 128
+    prompt_len: int = 256
     output_len: int = 256
-    block_size: int = 32  # stock attention on a CPU takes multiples of 32
-    pairs: int = 10
+    block_size: int = STOCK_BLOCK_TOKENS
+    pairs: int = 5
 
     @property
     def num_kv_blocks(self) -> int:
-        peak = cdiv(self.prompt_len + self.output_len, self.block_size)
-        return int(NATIVE_PEAKS_PER_REQUEST * self.concurrency * peak)
+        peak = cdiv(self.prompt_len + self.output_len, STOCK_BLOCK_TOKENS)
+        stock_blocks = int(NATIVE_PEAKS_PER_REQUEST * self.concurrency * peak)
+        return stock_blocks * STOCK_BLOCK_TOKENS // self.block_size
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,8 @@ def compare(settings: ElasticSettings) -> list[dict[str, object]]:
     pressure = VTokenConfig(
         policy=settings.policy, eviction_ratio=settings.eviction_ratio, evict_when="pressure"
     )
-    native, vtoken = Side(settings, VTokenConfig(mode="native")), Side(settings, pressure)
+    native = Side(settings, VTokenConfig(mode="native"))
+    vtoken = Side(replace(settings, block_size=VTOKEN_BLOCK_TOKENS), pressure)
     try:
         return [_compare_at(n, native, vtoken, settings)
                 for n in (settings.concurrency, 2 * settings.concurrency)]  # fmt: skip
@@ -187,7 +193,8 @@ def main() -> None:
     """Print a JSON row per concurrency."""
     defaults = ElasticSettings()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in vars(defaults).items():
+    given = {name: value for name, value in vars(defaults).items() if name != "block_size"}
+    for name, value in given.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     settings = replace(defaults, **vars(parser.parse_args()))
     for row in compare(settings):
