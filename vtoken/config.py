@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vtoken.core.planner import Budget
+from vtoken.core.budget import Budget
 from vtoken.errors import ConfigError, nearest
 from vtoken.policies.base import Policy
 from vtoken.policies.registry import make_policy

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from vtoken.core.budget import Budget
 from vtoken.core.events import Counters, build_step_plan
 from vtoken.core.invariants import check_row, check_step_plan, check_table
-from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
+from vtoken.core.planner import PlannerSettings, RequestPlanner, RequestState
 from vtoken.core.table import RequestTable
 from vtoken.testing.worker_model import WorkerModel, chunk_contents, sample, sum_of
 

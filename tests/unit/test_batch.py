@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from vtoken.core import planner as planner_module
 from vtoken.core.batch import ScoredIds, Tables
 from vtoken.core.batch_planner import execute_batch, finalize_batch
+from vtoken.core.budget import Budget
 from vtoken.core.events import Counters, build_step_plan
 from vtoken.core.invariants import check_table
-from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
+from vtoken.core.planner import PlannerSettings, RequestPlanner, RequestState
 from vtoken.core.table import RequestTable, TokenTable
 from vtoken.kernels.tables import load_ops
 from vtoken.policies.base import BatchView, RequestView

@@ -9,8 +9,9 @@ import pytest
 from policy_references import reference_victims
 from solo_request import SoloRequest
 
+from vtoken.core.budget import NEVER, Budget
 from vtoken.core.events import MASK_GIVEN, MASK_KEPT, MASK_PACKED
-from vtoken.core.planner import NEVER, Budget, PlannerSettings
+from vtoken.core.planner import PlannerSettings
 from vtoken.policies.registry import make_policy
 from vtoken.vllm_plugin.sizing import peak_tokens
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vtoken.config import VTokenConfig
-from vtoken.core.planner import Budget
+from vtoken.core.budget import Budget
 from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
 from vtoken.vllm_plugin.decisions import prompt_hash

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from vtoken.config import VTokenConfig
-from vtoken.core.planner import Budget
+from vtoken.core.budget import Budget
 from vtoken.policies.base import ScoreKind
 from vtoken.units import cdiv
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vtoken.config import VTokenConfig
-from vtoken.core.planner import Budget
+from vtoken.core.budget import Budget
 from vtoken.errors import ConfigError, nearest
 from vtoken.policies.base import ScoreKind
 

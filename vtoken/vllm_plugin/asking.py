@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from vtoken.core.batch import Tables
-from vtoken.core.planner import NEVER, RequestState
+from vtoken.core.budget import NEVER
+from vtoken.core.planner import RequestState
 
 
 class ReportAsker:

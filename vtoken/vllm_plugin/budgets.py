@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vtoken.core.planner import Budget
+from vtoken.core.budget import Budget
 from vtoken.errors import ConfigError
 from vtoken.server.request_options import read_options, request_budget
 from vtoken.units import cdiv

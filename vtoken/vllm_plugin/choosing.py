@@ -11,8 +11,9 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from vtoken.core.batch import ScoredIds, Tables
+from vtoken.core.budget import NEVER
 from vtoken.core.move_limit import MoveLimit, most_moves
-from vtoken.core.planner import NEVER, RequestState
+from vtoken.core.planner import RequestState
 from vtoken.core.table import NO_SLOTS
 from vtoken.policies.base import BatchView, ScoreKind
 

@@ -23,9 +23,10 @@ import numpy as np
 
 from vtoken.config import VTokenConfig
 from vtoken.core.batch import Tables
+from vtoken.core.budget import Budget
 from vtoken.core.calendar import Calendar
 from vtoken.core.events import Counters, StepPlan, TraceEntry, build_step_plan
-from vtoken.core.planner import Budget, PlannerSettings, RequestPlanner, RequestState
+from vtoken.core.planner import PlannerSettings, RequestPlanner, RequestState
 from vtoken.core.table import TokenTable
 from vtoken.kernels.tables import load_ops
 from vtoken.policies.base import ScoreKind

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from vtoken.config import VTokenConfig
-from vtoken.core.planner import Budget
+from vtoken.core.budget import Budget
 from vtoken.errors import ConfigError
 from vtoken.vllm_plugin.decisions import (
     DecisionRecorder,

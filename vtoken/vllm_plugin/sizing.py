@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vtoken.config import VTokenConfig
-from vtoken.core.planner import Budget
+from vtoken.core.budget import Budget
 from vtoken.errors import ConfigError
 from vtoken.units import cdiv
 

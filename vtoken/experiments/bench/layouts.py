@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vtoken.core.planner import Budget
+from vtoken.core.budget import Budget
 from vtoken.units import cdiv
 
 SHARES = ("fully_dead", "partly_dead", "not_dead")
