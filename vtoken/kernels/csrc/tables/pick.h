@@ -28,8 +28,18 @@ struct Scored {
   bool operator<(const Scored& o) const { return key != o.key ? key < o.key : id < o.id; }
 };
 
+constexpr int64_t kRun = 16;  // scores
+
+// Whether one of a run's scores is no more than `bound`; without branches, so that it vectorises.
+inline bool has_low(const float* scores, float sign, float bound) {
+  int low = 0;
+  for (int64_t i = 0; i < kRun; i++) low |= sign * scores[i] <= bound;  // a NaN is not
+  return low != 0;
+}
+
 // See BatchOps.lowest_scored: one pass in the order of the report, which is that of the slots.
-// What can still be among the lowest is gathered and cut down whenever twice as many are there.
+// What can still be among the lowest is gathered and cut down whenever twice as many are there;
+// most runs hold none of them.
 inline int64_t pick_lowest(const Table& t, const int32_t* ids, const float* scores, int64_t size,
                            int64_t first_id, int64_t end_id, int64_t count, float sign,
                            std::vector<Scored>& lowest, int64_t* out_ids) {
@@ -38,6 +48,7 @@ inline int64_t pick_lowest(const Table& t, const int32_t* ids, const float* scor
   Scored bound{std::numeric_limits<float>::infinity(), std::numeric_limits<int32_t>::max()};
   lowest.clear();
   for (int64_t p = 0; p < size; p++) {
+    while (p % kRun == 0 && p + kRun < size && !has_low(scores + p, sign, bound.key)) p += kRun;
     const float key = sign * scores[p];
     if (!(key <= bound.key)) continue;  // NaN: no score
     const Scored it{key, ids[p]};
