@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.engine.run import run_requests
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.random_work import Workload, drive
+from vtoken.units import cdiv
 from vtoken.vllm_plugin.pressure import PressureControl
 
 MODES = {
@@ -124,6 +126,41 @@ def test_nobody_is_preempted_beside_long_prompts(num_blocks, policy):
     """Their chunks hold many budgets' blocks until scores come; others go on growing."""
     found = [crowd(num_blocks, policy, seed, "always", longest=1500) for seed in range(3)]
     assert found == [0, 0, 0]
+
+
+def closed_loop(seed: int) -> tuple[int, str]:
+    """Preemptions of requests of one length, which fill their blocks in the same steps."""
+    rng = random.Random(seed)
+    block_size, interval = rng.choice([16, 32]), rng.choice([4, 8, 16])
+    prompt_len = rng.choice([block_size * rng.randint(2, 6), rng.randint(20, 200)])
+    output_len, at_once = rng.randint(20, 100), rng.randint(3, 14)
+    config = VTokenConfig(
+        policy=rng.choice(["h2o", "scissorhands", "random"]), eviction_ratio=0.5,
+        eviction_interval_tokens=interval, evict_when=rng.choice(["always", "pressure"]),
+    )  # fmt: skip
+    longest = cdiv(prompt_len + output_len, block_size)
+    pool = DrySettings(
+        num_kv_blocks=max(longest + 2, int(at_once * longest * rng.uniform(0.45, 0.95))),
+        block_size=block_size, max_model_len=prompt_len + output_len + 1, max_num_seqs=at_once,
+        max_num_batched_tokens=rng.choice([256, 1024, 2048]), enable_prefix_caching=False,
+    )  # fmt: skip
+    draws = np.random.default_rng(seed).random(1 << 14).astype(np.float32)
+    engine = DryEngine(pool, config, score_source=lambda req_id, step, ids: draws[step + ids])
+    left = 2 * at_once
+    while left or engine.has_unfinished():
+        while left and len(engine.scheduler.running) + len(engine.scheduler.waiting) < at_once:
+            engine.add(f"r{left}", [5 + left] * prompt_len, output_len)
+            left -= 1
+        engine.step()
+    assert engine.check_idle() == []
+    return engine.counters.preemptions, f"seed {seed}: {pool} {config}"
+
+
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_nobody_is_preempted_where_all_outgrow_their_blocks_at_once(first):
+    for seed in range(first, first + 15):
+        preemptions, what = closed_loop(seed)
+        assert preemptions == 0, what
 
 
 def retained(mode: str, shared_prefix: str, degree: int, ratio: float):

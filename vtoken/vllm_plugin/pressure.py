@@ -36,6 +36,7 @@ class PressureControl:
         self.elastic = self.config.evict_when == "pressure"
         self.allocated: set[str] = set()
         self._slack = (-1, 0)  # (step, blocks), see _decode_slack
+        self._promised = (-1, 0)  # (step, blocks), see _promise
 
     @property
     def is_active(self) -> bool:
@@ -53,12 +54,19 @@ class PressureControl:
         """
         if not self.is_active or (num_new_tokens <= 1 and not request.is_prefill_chunk):
             return num_new_tokens
+        fitting = self._fitting_chunk(request, num_computed_tokens, num_new_tokens)
+        if fitting:
+            self._promise(request, num_computed_tokens + fitting)
+        return fitting
+
+    def _fitting_chunk(self, request, num_computed_tokens: int, num_new_tokens: int) -> int:
         hooks, N = self.hooks, self.block_size
         state = hooks.states.get(request.request_id)
         running = hooks.scheduler.running
         # Requests not yet served in this step may each need a block of their own.
         others = len(running) - len(self.allocated) - (state is not None)
-        room = (self.pool.get_num_free_blocks() - max(others, self._decode_slack())) * N
+        spoken_for = max(others, self._decode_slack()) + self._promised_blocks()
+        room = (self.pool.get_num_free_blocks() - spoken_for) * N
         if state is not None:
             planned = hooks.num_planned_victims(request.request_id)
             # Its holes count as room: they are filled before the allocation fails.
@@ -82,7 +90,7 @@ class PressureControl:
             # Alone, and its hits fill the pool: it could never start. Compute the last anew.
             self.pool.evict_blocks({idle_hits[-1].block_id})
             return 0
-        return 0 if others or state is not None else num_new_tokens
+        return 0 if running or state is not None else num_new_tokens
 
     def _idle_hits(self, request, num_hit_tokens: int) -> list:
         """Blocks of a waiting request's prefix hit that no request holds."""
@@ -101,6 +109,26 @@ class PressureControl:
             return 0
         left = request.max_tokens - request.num_output_tokens - 1  # the last one needs no slot
         return max(0, min(SCORE_DELAY_STEPS - 1, left))
+
+    def _promise(self, request, length: int) -> None:
+        """Keep room for the blocks that a prompt takes after this step, until its scores come.
+
+        Args:
+            length: logical, with the chunk of this step.
+        """
+        before_scores = self._tokens_before_scores(request, length)
+        if before_scores:
+            state = self.hooks.states.get(request.request_id)
+            gone = 0 if state is None else state.table.num_evicted_tokens
+            gone += self.hooks.num_planned_victims(request.request_id)
+            blocks = cdiv(length - gone + before_scores, self.block_size)
+            blocks -= cdiv(length - gone, self.block_size)
+            self._promised = (self.hooks.step_seq, self._promised_blocks() + blocks)
+
+    def _promised_blocks(self) -> int:
+        """Blocks promised to prompts that ended in this step; later steps see them decode."""
+        step, blocks = self._promised
+        return blocks if step == self.hooks.step_seq else 0
 
     def _can_lose_tokens(self, request, state) -> bool:
         """Whether a request is above its budget, so that it can be evicted from when scores come."""
@@ -148,7 +176,7 @@ class PressureControl:
     def _growth_of(self, decoding: list) -> int:
         scored = self.hooks.scored
         if self.elastic:  # whoever holds more than its budget can give, once scores are here
-            return cdiv(SCORE_DELAY_STEPS * len(decoding), self.block_size) + 1 if scored else 0
+            return sum(self._growth(r, SCORE_DELAY_STEPS) for r in decoding) if scored else 0
         # A prompt is evicted from in its own turn of a step, after all that decode.
         num_steps = SCORE_DELAY_STEPS if scored else 1
         return sum(self._growth(r, 1 + num_steps) for r in decoding)
@@ -159,10 +187,16 @@ class PressureControl:
         state = hooks.states.get(req_id)  # None: it came in this step
         length = request.num_computed_tokens + num_tokens
         slots = hooks.num_slots_needed(req_id, length)
-        if state is not None and state.budget is not None:
+        if state is not None and state.budget is not None and not self._waits_for_scores(state):
             kept = peak_tokens(state.budget, length - state.num_protected, 1)
             slots = min(slots, kept + state.num_protected)
         return max(0, cdiv(slots, self.block_size) - len(hooks.manager.req_to_blocks[req_id]))
+
+    def _waits_for_scores(self, state) -> bool:
+        """Whether a request grows whatever its budget: under pressure, or just after its prompt."""
+        if not self.hooks.scored:
+            return False
+        return self.elastic or self.hooks.step_seq < state.last_chunk_step + SCORE_DELAY_STEPS
 
     def _blocks_needed_at_most(self) -> int:
         """No less than `_blocks_needed`, without a look at every running request.
@@ -295,27 +329,31 @@ class PressureControl:
         """Requests whose scores may be needed two steps from now; the furthest above first."""
         if not self.elastic or not self.hooks.scored:
             return []
-        scheduler = self.hooks.scheduler
+        scheduler, N = self.hooks.scheduler, self.block_size
         low = max(self.low, self._score_slack())
-        ahead = SCORE_DELAY_STEPS * (cdiv(len(scheduler.running), self.block_size) + 1)
-        want = 2 * low + ahead + self._waiting_need(scheduler.max_num_scheduled_tokens)
-        missing = want - self.pool.get_num_free_blocks()
+        room = self.pool.get_num_free_blocks() - 2 * low
+        room -= self._waiting_need(scheduler.max_num_scheduled_tokens)
+        if room >= len(scheduler.running):
+            return []  # until its scores are here a request takes a block at most
+        missing = sum(self._growth(r, SCORE_DELAY_STEPS) for r in scheduler.running) - room
         if missing <= 0:
             return []
-        spare: list[tuple[int, str]] = []
+        spare: list[tuple[int, int, str]] = []
         for request in scheduler.running:
             state = self.hooks.states.get(request.request_id)
             if state is None or state.budget is None:
                 continue
             self.hooks.shares.look(request, state)
             length = request.num_computed_tokens
-            live = length - state.table.num_evicted_tokens - state.num_protected
-            above = live - int(state.budget.tokens(length - state.num_protected))
-            if above >= self.block_size:
-                spare.append((above // self.block_size, request.request_id))
+            live = length - state.table.num_evicted_tokens
+            budget = int(state.budget.tokens(length - state.num_protected)) + state.num_protected
+            # What it gives then: as in `reclaim`.
+            blocks = cdiv(live + SCORE_DELAY_STEPS, N) - cdiv(min(live, budget) + 1, N)
+            if live > budget and blocks > 0:
+                spare.append((blocks, live - budget, request.request_id))
         spare.sort(reverse=True)
         asked, total = [], 0
-        for blocks, req_id in spare:
+        for blocks, _, req_id in spare:
             if total >= 2 * missing:
                 break
             asked.append(req_id)
