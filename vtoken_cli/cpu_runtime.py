@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 NO_REEXEC = "VTOKEN_NO_REEXEC"
+_STARTED_OVER = "VTOKEN_STARTED_OVER"  # what was set may not have stayed: never try a second time
 _OPENMP_LIBRARIES = ("libiomp", "libomp", "libgomp")
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 _HUGE_PAGE_MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -35,8 +37,9 @@ def ensure_cpu_runtime(say: Callable[[str], None]) -> None:
     if os.environ.get(NO_REEXEC) == "1" or not runs_on_cpu():
         return
     chosen = thread_settings(os.environ)
-    if from_start := start_settings(os.environ):
-        environment = {**os.environ, **chosen, **from_start}
+    first_time = os.environ.pop(_STARTED_OVER, None) is None
+    if first_time and (from_start := start_settings(os.environ)):
+        environment = {**os.environ, **chosen, **from_start, _STARTED_OVER: "1"}
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
@@ -44,7 +47,7 @@ def ensure_cpu_runtime(say: Callable[[str], None]) -> None:
     say(", ".join(
         [f"CPU engine: {os.environ['OMP_NUM_THREADS']} threads",
          _openmp_name(os.environ.get("LD_PRELOAD", ""))]
-        + ["huge pages"] * (f"{_HUGE_PAGES}=1" in os.environ.get("GLIBC_TUNABLES", ""))
+        + ["huge pages asked for"] * (f"{_HUGE_PAGES}=1" in os.environ.get("GLIBC_TUNABLES", ""))
     ))  # fmt: skip
 
 
@@ -88,7 +91,8 @@ def start_settings(environment: os._Environ[str] | dict[str, str]) -> dict[str, 
 def huge_pages_on_request() -> bool:
     """Tell whether memory that asks gets huge pages and glibc (2.35 or later) can ask."""
     name, version = platform.libc_ver()
-    if name != "glibc" or tuple(int(n) for n in version.split(".")[:2]) < (2, 35):
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if name != "glibc" or not numbers or tuple(map(int, numbers.groups())) < (2, 35):
         return False
     try:
         return "[madvise]" in _HUGE_PAGE_MODES.read_text()

@@ -113,13 +113,22 @@ def _read_yaml(file: str | None, rows: Sequence[Opt]) -> dict[str, Any]:
     return given
 
 
+def _interrupt_once(signum, frame) -> None:
+    """End a job as Ctrl-C does: `timeout` and batch systems do it this way, and may do it twice.
+
+    Raises:
+        KeyboardInterrupt: what was measured is kept.
+    """
+    signal.signal(signum, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _prepare_process(out: Output) -> None:
     """Get the process ready for an engine. May start it over, so nothing has happened before."""
     from vtoken_cli.cpu_runtime import ensure_cpu_runtime
 
     ensure_cpu_runtime(out.note)
-    # `timeout` and batch systems end a job this way: what was measured is kept, as with Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt_once)
     if not out.verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

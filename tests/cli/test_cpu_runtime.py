@@ -45,7 +45,7 @@ def test_starts_over_with_intel_openmp_and_says_so(engine_cli):
     assert seen["OMP_NUM_THREADS"] == str(cores) and seen["KMP_BLOCKTIME"] == "5"
     huge = cpu_runtime.huge_pages_on_request()
     assert seen["GLIBC_TUNABLES"] == ("glibc.malloc.hugetlb=1" if huge else None)
-    pages = ", huge pages" if huge else ""
+    pages = ", huge pages asked for" if huge else ""
     assert done.stderr == f"CPU engine: {cores} threads, Intel OpenMP preloaded{pages}\n"
 
 
@@ -115,10 +115,33 @@ def test_restart_keeps_interpreter_options_and_arguments(monkeypatch, tmp_path):
     assert environment["LD_PRELOAD"] == str(tmp_path / "libiomp5.so")
 
 
+def test_never_starts_over_twice(monkeypatch):
+    """Not even where what was set did not stay, as in a program with capabilities."""
+    monkeypatch.delenv("VTOKEN_NO_REEXEC")
+    monkeypatch.setattr(cpu_runtime, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(cpu_runtime, "start_settings", lambda environment: {"LD_PRELOAD": "gone"})
+    environments = []
+
+    def execve(program, arguments, environment):
+        environments.append(environment)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(SystemExit):
+        cpu_runtime.ensure_cpu_runtime(lambda line: None)
+    (environment,) = environments
+    said = []
+    for name in environment.keys() - os.environ.keys() - {"LD_PRELOAD"}:
+        monkeypatch.setenv(name, environment[name])
+    cpu_runtime.ensure_cpu_runtime(said.append)
+    assert len(environments) == 1 and len(said) == 1
+
+
 @pytest.mark.parametrize(
     ("modes", "libc", "asked_for"),
     [("always [madvise] never", ("glibc", "2.36"), True),
      ("always [madvise] never", ("glibc", "2.34"), False),
+     ("always [madvise] never", ("glibc", "2.36+git"), True),
      ("always [madvise] never", ("", ""), False),
      ("[always] madvise never", ("glibc", "2.36"), False),
      (None, ("glibc", "2.36"), False)],

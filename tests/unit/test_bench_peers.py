@@ -336,9 +336,10 @@ def test_stock_vllm_gets_its_own_arguments_and_no_others(monkeypatch, settings):
     assert stock.about["pool_tokens"] == 8 * 32
 
 
-@pytest.mark.parametrize(("given", "taken"), [((512, 16), (256, 32)), ((9, 48), (4, 96)),
-                                              ((8, 64), (8, 64)), ((3, 16), (1, 32))])  # fmt: skip
+@pytest.mark.parametrize(("given", "taken"), [((512, 16), (256, 32)), ((9, 48), (5, 96)),
+                                              ((8, 64), (8, 64)), ((3, 16), (2, 32))])  # fmt: skip
 def test_stock_vllm_gets_the_same_memory_in_blocks_that_it_takes_on_a_cpu(given, taken):
     pool = suite.stock_cpu_pool(Pool(num_kv_blocks=given[0], block_size=given[1]))
     assert (pool.num_kv_blocks, pool.block_size) == taken
-    assert pool.num_kv_blocks * pool.block_size <= given[0] * given[1]
+    more = pool.num_kv_blocks * pool.block_size - given[0] * given[1]
+    assert 0 <= more < pool.block_size

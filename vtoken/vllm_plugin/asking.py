@@ -31,7 +31,7 @@ class ReportAsker:
         hooks, asks = self.hooks, {}
         if hooks.pressure.elastic:
             # The next chunk may find no room, and without scores nothing could be evicted.
-            for req_id in hooks.pressure.wants_reports() + chunks:
+            for req_id in hooks.pressure.wants_reports(num_scheduled) + chunks:
                 state = hooks.states[req_id]
                 if num_scheduled.get(req_id, 0) and hooks.needs_scores(state):
                     asks[req_id] = state

@@ -3,10 +3,10 @@
 `CPUAttention` sits between vLLM's attention layers and their implementation. Per step it decides,
 for the whole batch, what each layer's forward does:
 
-    stock      vLLM's kernel, untouched: a mode that never evicts
-    all ours   one pass of our kernel gives output and scores: where it was compiled (it measures
-               faster than vLLM's, of prompts and of decodes), or every request decodes
-    mixed      some requests prefill, and vLLM's kernel is the faster one at that: it runs the
+    stock      vLLM's kernel, untouched: no holes, no scores wanted, and ours is not chosen
+    all ours   one pass of our kernel gives output and scores: where it was compiled and the mode
+               evicts (it measures faster than vLLM's), or every request decodes
+    mixed      some requests prefill, and ours is not chosen for those: vLLM's kernel runs the
                batch, then ours does over the requests with holes, and adds the scores of the rest
 
 Legend: R requests, T query rows, S slots of the pool.
@@ -92,6 +92,10 @@ class CPUAttention:
         self.kernels = vtoken_kernels.load()
         self.layers = list(layers.values())
         first = self.layers[0]
+        if any(getattr(layer.impl, "sinks", None) is not None for layer in self.layers):
+            raise UnsupportedError(
+                "vtoken with", "attention sinks that are learned", "not in the CPU kernels yet"
+            )
         self.layout = probe(first)
         vtoken_kernels.check_supported(self.layout, first.kv_cache.dtype)
         self.block_size = block_size

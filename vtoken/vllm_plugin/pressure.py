@@ -37,6 +37,7 @@ class PressureControl:
         self.allocated: set[str] = set()
         self._slack = (-1, 0)  # (step, blocks), see _decode_slack
         self._promised = (-1, 0)  # (step, blocks), see _promise
+        self._idle_steps = 0  # in a row, in which requests ran and nobody was served
 
     @property
     def is_active(self) -> bool:
@@ -54,6 +55,8 @@ class PressureControl:
         """
         if not self.is_active or (num_new_tokens <= 1 and not request.is_prefill_chunk):
             return num_new_tokens
+        if self._idle_steps > SCORE_DELAY_STEPS:
+            return num_new_tokens  # prompts wait for each other: let vLLM preempt one
         fitting = self._fitting_chunk(request, num_computed_tokens, num_new_tokens)
         if fitting:
             self._promise(request, num_computed_tokens + fitting)
@@ -63,10 +66,12 @@ class PressureControl:
         hooks, N = self.hooks, self.block_size
         state = hooks.states.get(request.request_id)
         running = hooks.scheduler.running
+        free = self.pool.get_num_free_blocks() - self._promised_blocks()
+        if (free - len(running) - 1) * N >= num_computed_tokens + num_new_tokens:
+            return num_new_tokens  # nobody takes more than a block until scores come
         # Requests not yet served in this step may each need a block of their own.
         others = len(running) - len(self.allocated) - (state is not None)
-        spoken_for = max(others, self._decode_slack()) + self._promised_blocks()
-        room = (self.pool.get_num_free_blocks() - spoken_for) * N
+        room = (free - max(others, self._decode_slack())) * N
         if state is not None:
             planned = hooks.num_planned_victims(request.request_id)
             # Its holes count as room: they are filled before the allocation fails.
@@ -144,6 +149,8 @@ class PressureControl:
 
     def begin_step(self) -> None:
         """Shrink requests while this step's allocations would leave less than the headroom."""
+        is_idle = self.hooks.scheduler.running and not self.allocated
+        self._idle_steps = self._idle_steps + 1 if is_idle else 0
         self.allocated.clear()
         if not self.is_active or not self.elastic:
             return
@@ -325,8 +332,12 @@ class PressureControl:
         held = len(self.hooks.manager.req_to_blocks[request.request_id])
         return cdiv(slots, self.block_size) - held - self.pool.get_num_free_blocks()
 
-    def wants_reports(self) -> list[str]:
-        """Requests whose scores may be needed two steps from now; the furthest above first."""
+    def wants_reports(self, num_scheduled: dict[str, int]) -> list[str]:
+        """Requests whose scores may be needed two steps from now; the furthest above first.
+
+        Args:
+            num_scheduled: tokens of every request of this step, which lengths do not count yet.
+        """
         if not self.elastic or not self.hooks.scored:
             return []
         scheduler, N = self.hooks.scheduler, self.block_size
@@ -335,7 +346,9 @@ class PressureControl:
         room -= self._waiting_need(scheduler.max_num_scheduled_tokens)
         if room >= len(scheduler.running):
             return []  # until its scores are here a request takes a block at most
-        missing = sum(self._growth(r, SCORE_DELAY_STEPS) for r in scheduler.running) - room
+        grown = {r.request_id: SCORE_DELAY_STEPS - 1 + num_scheduled.get(r.request_id, 0)
+                 for r in scheduler.running}  # fmt: skip
+        missing = sum(self._growth(r, grown[r.request_id]) for r in scheduler.running) - room
         if missing <= 0:
             return []
         spare: list[tuple[int, int, str]] = []
@@ -348,7 +361,7 @@ class PressureControl:
             live = length - state.table.num_evicted_tokens
             budget = int(state.budget.tokens(length - state.num_protected)) + state.num_protected
             # What it gives then: as in `reclaim`.
-            blocks = cdiv(live + SCORE_DELAY_STEPS, N) - cdiv(min(live, budget) + 1, N)
+            blocks = cdiv(live + grown[request.request_id], N) - cdiv(min(live, budget) + 1, N)
             if live > budget and blocks > 0:
                 spare.append((blocks, live - budget, request.request_id))
         spare.sort(reverse=True)

@@ -36,6 +36,7 @@ from vtoken.experiments.bench.session import Pool
 from vtoken.experiments.bench.settings import Case
 from vtoken.experiments.bench.workloads import WARM_UP_REPEAT
 from vtoken.models.store import cache_dir
+from vtoken.units import cdiv
 
 PAPER = "not in the paper"
 DEFAULT_WORKLOADS = ("text:128+64",)
@@ -137,13 +138,12 @@ def _stock_settings(context: Context, pool: Pool, longest: int, at_once: int) ->
 
 
 def stock_cpu_pool(pool: Pool) -> Pool:
-    """The same memory in blocks that stock attention takes on a CPU, the last part of one less."""
+    """The same memory in blocks that stock attention takes on a CPU, part of one more at most."""
     from vtoken.engine.cpu import STOCK_BLOCK_TOKENS
 
     block_size = lcm(pool.block_size, STOCK_BLOCK_TOKENS)
-    return Pool(
-        num_kv_blocks=pool.num_kv_blocks * pool.block_size // block_size, block_size=block_size
-    )
+    blocks = cdiv(pool.num_kv_blocks * pool.block_size, block_size)
+    return Pool(num_kv_blocks=blocks, block_size=block_size)
 
 
 def _compare(context: Context, runner, comparison: Comparison, peers) -> list[dict[str, object]]:
