@@ -163,6 +163,30 @@ def test_nobody_is_preempted_where_all_outgrow_their_blocks_at_once(first):
         assert preemptions == 0, what
 
 
+@pytest.mark.parametrize("policy", ["h2o", "random"])
+@pytest.mark.parametrize(("chunk", "num_blocks", "budget"), [(80, 20, 150), (64, 21, 150),
+                                                             (80, 20, 144)])  # fmt: skip
+def test_prompts_that_wait_for_each_other_do_not_wait_for_ever(chunk, num_blocks, budget, policy):
+    """Both hold half the pool, have no block to give, and keep one free for the other."""
+    config = VTokenConfig(
+        policy=policy, kv_budget_tokens=budget, eviction_interval_tokens=8, evict_when="pressure"
+    )
+    pool = DrySettings(
+        num_kv_blocks=num_blocks, max_model_len=2000, max_num_seqs=4, max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    draws = np.random.default_rng(0).random(1 << 12).astype(np.float32)
+    engine = DryEngine(pool, config, score_source=lambda req_id, step, ids: draws[step + ids])
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = chunk
+    for i in range(2):
+        engine.add(f"r{i}", [5 + i] * 400, 8)
+    for _ in range(100):
+        engine.step()
+        if not engine.has_unfinished():
+            break
+    assert not engine.has_unfinished() and engine.check_idle() == []
+
+
 def retained(mode: str, shared_prefix: str, degree: int, ratio: float):
     """The paper's Table 1, scaled: a warm prefix, then `degree` requests that share it."""
     config = VTokenConfig.from_mapping(
