@@ -69,8 +69,11 @@ class Admission:
     def _own_blocks(self, budget, num_tokens: int) -> int:
         """Blocks at the peak of a request of this length, shared tokens left out."""
         num_tokens = max(1, num_tokens)
-        peak = peak_tokens(budget, num_tokens, 1) + self._late_tokens
-        return cdiv(min(num_tokens, peak), self.block_size)
+        if budget is not None and self.hooks.pressure.elastic:
+            peak = int(budget.tokens(num_tokens)) + 1  # shrinks whenever asked to, no interval
+        else:
+            peak = peak_tokens(budget, num_tokens, 1)
+        return cdiv(min(num_tokens, peak + self._late_tokens), self.block_size)
 
     def admits(self, request, hit_blocks) -> bool:
         """Whether a waiting request's projected peak fits beside the running ones'.
