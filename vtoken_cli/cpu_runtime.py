@@ -44,11 +44,10 @@ def ensure_cpu_runtime(say: Callable[[str], None]) -> None:
         sys.stderr.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     os.environ.update(chosen)
-    say(", ".join(
-        [f"CPU engine: {os.environ['OMP_NUM_THREADS']} threads",
-         _openmp_name(os.environ.get("LD_PRELOAD", ""))]
-        + ["huge pages asked for"] * (f"{_HUGE_PAGES}=1" in os.environ.get("GLIBC_TUNABLES", ""))
-    ))  # fmt: skip
+    threads, openmp = os.environ["OMP_NUM_THREADS"], _openmp_name(os.environ.get("LD_PRELOAD", ""))
+    asks = f"{_HUGE_PAGES}=1" in os.environ.get("GLIBC_TUNABLES", "")
+    pages = ", huge pages asked for" if asks else ""
+    say(f"CPU engine: {threads} threads, {openmp}{pages}")
 
 
 def runs_on_cpu() -> bool:

@@ -36,6 +36,33 @@ def test_both_decide_alike(policy, threshold):
     assert sets[0] == sets[1] and tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("policy, threshold", [("h2o", 0.5), ("random", 0.5)])
+def test_prompts_run_in_one_pass_and_alike_where_they_take_two(policy, threshold, monkeypatch):
+    """Where vLLM has matrix tiles prompts stay with its kernel, and scores are a pass of ours."""
+    _need("cpp")
+    kernels = load("cpp")
+    passes, call = [], kernels.attention
+
+    def watched(plan, query, kv, out, **given):
+        passes.append(out is not None)
+        return call(plan, query, kv, out, **given)
+
+    monkeypatch.setattr(kernels, "attention", watched)
+    sets, tokens = [], []
+    for prefill_kernel in ("ours", "stock"):
+        engine = engine_for(_config(policy, threshold), kernels="cpp")
+        attention = engine.runner.vtoken_attention
+        assert attention.prefill_kernel == "ours"
+        attention.prefill_kernel = prefill_kernel
+        passes.clear()
+        done = run(engine, prompts(2), max_tokens=20)
+        # Scores alone: only of prompts that vLLM's kernel ran.
+        assert (False in passes) == (prefill_kernel == "stock" and policy == "h2o")
+        sets.append({name: live_sets(e) for name, e in traces(engine).items()})
+        tokens.append([f.output_token_ids for f in done])
+    assert sets[0] == sets[1] and tokens[0] == tokens[1]
+
+
 def test_the_environment_chooses(monkeypatch):
     monkeypatch.setenv("VTOKEN_KERNELS", "torch")
     assert load().name == "torch"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from vtoken.engine import open_engine
+from vtoken.engine.cpu import STOCK_BLOCK_TOKENS
 from vtoken.errors import ConfigError
 from vtoken.experiments.capacity_engines import (
     DryEngines,
@@ -125,11 +126,13 @@ class ScanSetup:
             )  # fmt: skip
 
     def _check_block_size(self, block_size: int) -> None:
-        stock = any(line.mode == "native" for line in self.settings.series)
-        if not self.settings.dry_run and self._host.is_cpu and stock and block_size % 32:
+        measured = self._host.is_cpu and not self.settings.dry_run
+        stock = measured and any(line.mode == "native" for line in self.settings.series)
+        if stock and block_size % STOCK_BLOCK_TOKENS:
             raise ConfigError(
                 "--block-size", block_size,
-                "a multiple of 32 in mode native on a CPU: vLLM's own attention takes no other",
+                f"a multiple of {STOCK_BLOCK_TOKENS} in mode native on a CPU: "
+                "vLLM's own attention takes no other",
             )  # fmt: skip
 
     def _choose_pools(self, block_size: int) -> None:
