@@ -18,7 +18,7 @@ def engine_for(config: VTokenConfig, *, kernels: str | None = None, **settings):
         "max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_prefix_caching": False,
         **settings,
     })  # fmt: skip
-    if _open and (_open[0][0] != wanted or _open[0][1].has_unfinished()):
+    if _open and (_open[0][0] != wanted or _open[0][1].has_unfinished() or not _process_serves()):
         _open.pop()[1].close()
     if not _open:
         _open.append((wanted, open_engine(wanted, config)))
@@ -26,6 +26,13 @@ def engine_for(config: VTokenConfig, *, kernels: str | None = None, **settings):
     engine.runner.vtoken_attention.kernels = load(kernels)
     engine.reconfigure(config)
     return engine
+
+
+def _process_serves() -> bool:
+    """False when another engine was closed since: vLLM's groups belong to the process."""
+    from vllm.distributed import model_parallel_is_initialized
+
+    return model_parallel_is_initialized()
 
 
 def run(engine, requests, max_tokens: int = 40) -> list[FinishedRequest]:
