@@ -25,6 +25,21 @@ def ids(*values):
     return np.array(values, np.int32)
 
 
+class Table:
+    """As much of a request's table as a question looks at."""
+
+    def __init__(self, *by_index):
+        self.by_index = list(by_index)
+        self.num_computed_tokens = self.num_physical_tokens = len(by_index)
+
+    def ids_by_physical_index(self):
+        return ids(*self.by_index)
+
+
+def ask(book, req_id, step, *by_index):
+    book.ask(req_id, step, Table(*by_index), len(by_index))
+
+
 def report(step, **scores):
     parts = [np.array(s, np.float32) for s in scores.values()]
     start = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int32)
@@ -33,8 +48,8 @@ def report(step, **scores):
 
 def test_scores_come_back_by_logical_id_whatever_the_layout():
     book = ReportBook()
-    book.ask("a", 5, ids(3, -1, 0, 2))
-    book.ask("b", 5, ids(0, 1))
+    ask(book, "a", 5, 3, -1, 0, 2)
+    ask(book, "b", 5, 0, 1)
     book.receive(report(5, a=[30, 9, 1, 20], b=[7, 8]))
     np.testing.assert_array_equal(book.scores_for("a", 5, 5), [1, NAN, 20, 30, NAN])
     np.testing.assert_array_equal(book.scores_for("b", 5, 2), [7, 8])
@@ -44,7 +59,7 @@ def test_scores_come_back_by_logical_id_whatever_the_layout():
 def test_a_decision_uses_the_report_of_one_step_alone():
     book = ReportBook()
     for step in (5, 6):
-        book.ask("a", step, ids(0, 1))
+        ask(book, "a", step, 0, 1)
     book.receive(report(6, a=[60, 61]))
     assert book.scores_for("a", 5, 2) is None, "asked, not answered"
     book.receive(report(5, a=[50, 51]))
@@ -54,10 +69,36 @@ def test_a_decision_uses_the_report_of_one_step_alone():
     assert book.asked_at("a") == 6 and book.asked_at("b") == -1
 
 
+def test_the_table_says_what_a_question_is_about_until_it_changes():
+    """Growth comes behind; before a change the ids are copied out; what has served is dropped."""
+    table, synced = Table(4, -1, 0, 2), []
+
+    def sync(req_id):
+        synced.append(req_id)
+        table.by_index += [5, 6]
+        table.num_physical_tokens = table.num_computed_tokens = 6
+
+    book = ReportBook(sync)
+    for step, length in ((5, 4), (6, 6)):
+        book.ask("a", step, table, length)
+    book.receive(report(5, a=[40, 9, 1, 20]))
+    assert book.scored_ids("a", 5).ids is None and not synced
+    assert book.ids_asked("a", 6).tolist() == [4, -1, 0, 2, 5, 6] and synced == ["a"]
+    assert book.ids_asked("a", 5).tolist() == [4, -1, 0, 2]
+    book.hold("a", served_step=5)
+    book.hold("b")
+    table.by_index[:] = [6, 5, 4]
+    assert book.ids_asked("a", 5) is None and not book.has("a", 5)
+    book.receive(report(6, a=[40, 9, 1, 20, 50, 60]))
+    assert book.scored_ids("a", 6).ids.tolist() == [4, -1, 0, 2, 5, 6]
+    np.testing.assert_array_equal(book.scores_for("a", 6, 7), [1, NAN, 20, NAN, 40, 50, 60])
+    assert synced == ["a"]
+
+
 def test_old_questions_are_dropped_however_irregularly_they_are_asked():
     book = ReportBook()
     for step in (1, 2, 7, 8, 15):
-        book.ask("a", step, ids(0))
+        ask(book, "a", step, 0)
         book.receive(report(step, a=[step]))
     assert len(book) == 1 and book.ids_asked("a", 8) is None
     assert book.scores_for("a", 15, 1).tolist() == [15]
@@ -65,11 +106,11 @@ def test_old_questions_are_dropped_however_irregularly_they_are_asked():
 
 def test_a_report_about_a_life_before_preemption_is_dropped():
     book = ReportBook()
-    book.ask("a", 5, ids(0, 1))
+    ask(book, "a", 5, 0, 1)
     book.forget("a")
     book.receive(report(5, a=[1, 2]))
     assert book.scores_for("a", 5, 2) is None and len(book) == 0
-    book.ask("a", 6, ids(0))
+    ask(book, "a", 6, 0)
     book.receive(report(5, a=[1, 2]))
     assert book.scores_for("a", 6, 1) is None
 

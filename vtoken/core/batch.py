@@ -113,16 +113,17 @@ class Packed:
 
 
 class ScoredIds(NamedTuple):
-    """One request's scores, in no order: entries start .. start + count - 1 of each array.
+    """One request's scores: entries start .. start + count - 1 of an array.
 
     Attributes:
-        ids: int32, logical ids, -1 for a hole. scores: float32, NaN for none.
+        ids: int32[count], their logical ids in no order, -1 for a hole; None: those at the first
+            physical indices of the request's table.
+        scores: float32, NaN for none.
     """
 
-    ids: np.ndarray
-    ids_start: int
+    ids: np.ndarray | None
     scores: np.ndarray
-    scores_start: int
+    start: int
     count: int
 
 
@@ -208,11 +209,4 @@ class BatchOps(Protocol):
         Args:
             eviction: what `execute` said of the same tables, untouched since.
             num_new: ints[E], tokens scheduled in this step.
-        """
-
-    def ids_by_index(self, batch: Tables) -> tuple[np.ndarray, list[int]]:
-        """As `RequestTable.ids_by_physical_index`.
-
-        Returns:
-            (ids int32[K], E + 1 starts): ragged with the physical lengths.
         """

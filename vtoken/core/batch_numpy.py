@@ -111,9 +111,11 @@ class NumpyOps:
         bounds = zip(first_ids, end_ids, counts, strict=True)
         for table, given, (first, end, count) in zip(batch.tables, scored, bounds, strict=True):
             by_id = np.full(table.num_computed_tokens + 1, np.nan, np.float32)
-            ids = given.ids[given.ids_start : given.ids_start + given.count]
+            ids = given.ids
+            if ids is None:
+                ids = table.ids_by_physical_index()[: given.count]
             # Holes (-1) end up behind the last id.
-            by_id[ids] = given.scores[given.scores_start : given.scores_start + given.count]
+            by_id[ids] = given.scores[given.start : given.start + given.count]
             keys = sign * by_id[first:end]
             chosen = lowest_indices(keys, count)
             if not (table.index_of[first + chosen] >= 0).all():  # the dead may have scores
@@ -130,11 +132,6 @@ class NumpyOps:
             for seed, n, count in zip(entropy, num_candidates, counts, strict=True)
         ]
         return np.concatenate(parts)
-
-    def ids_by_index(self, batch: Tables) -> tuple[np.ndarray, list[int]]:
-        parts = [t.ids_by_physical_index() for t in batch.tables]
-        starts = [0, *np.cumsum([len(p) for p in parts]).tolist()]
-        return np.concatenate(parts), starts
 
     # ---- eviction --------------------------------------------------------------------------
 

@@ -73,10 +73,9 @@ def execute_batch(
     eviction = batch.arena.ops.execute(batch, ids, counts, num_new)
     counters.evicted_tokens += len(ids)
     counters.eviction_events += len(states)
-    for state, gone in zip(states, eviction.gone, strict=True):
+    counters.dropped_blocks += sum(eviction.num_blocks) - sum(eviction.num_keep)
+    for state in states:
         state.executed = state.packs = True
-        state.num_released = len(gone)
-        counters.dropped_blocks += len(gone)
     num_evicted = [t.num_computed_tokens - t.num_live_tokens for t in batch.tables]
     return BatchEvent(list(states), [t.req_id for t in batch.tables], eviction, num_evicted)
 
@@ -86,28 +85,34 @@ def finalize_batch(
     num_new: Sequence[int],
     row_from: Callable[[int, int], Sequence[int]],
     counters: Counters,
-) -> BatchSteps:
+) -> tuple[BatchSteps, list[int]]:
     """Place survivors and new tokens; as `RequestPlanner.finalize`.
 
     Args:
         event: of requests that are all still running.
         num_new: tokens scheduled in this step, by request.
         row_from: gives vLLM's row of the e-th request, after allocation, from a position on.
+
+    Returns:
+        (steps, num_moved ints[E]).
     """
     states, eviction = event.states, event.eviction
     batch = Tables([s.table for s in states])
     packed = batch.arena.ops.pack(batch, eviction, num_new)
-    for e, count in enumerate(packed.num_appended):
-        if count:
-            table = states[e].table
-            table.sync(row_from(e, table.num_blocks), table.num_computed_tokens + count)
+    if any(packed.num_appended):
+        for e, count in enumerate(packed.num_appended):
+            if count:
+                table = states[e].table
+                table.sync(row_from(e, table.num_blocks), table.num_computed_tokens + count)
     steps = packed.steps
     counters.moved_tokens += len(steps.move_source)
     counters.reused_slots += packed.num_reused
-    move_start = steps.move_start.tolist()
-    for state, gone, (first, end) in zip(states, eviction.gone, pairwise(move_start), strict=True):
-        counters.repacking_moves += 0 if gone else end - first
-        counters.relocation_events += bool(gone) or end > first
+    starts = steps.move_start.tolist()
+    num_moved = [end - start for start, end in pairwise(starts)]
+    for state, gone, moved in zip(states, eviction.gone, num_moved, strict=True):
+        if not gone:
+            counters.repacking_moves += moved
+        if gone or moved:
+            counters.relocation_events += 1
         state.executed = state.packs = False
-        state.num_released = 0
-    return steps
+    return steps, num_moved

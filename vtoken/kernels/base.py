@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -28,6 +29,12 @@ def unpack_mask(bits: torch.Tensor) -> torch.Tensor:
     """Unpack int64[R, W] into bool[R, 64 * W]; the inverse of `pack_mask`."""
     raw = np.ascontiguousarray(bits.numpy()).view(np.uint8)
     return torch.from_numpy(np.unpackbits(raw, axis=1, bitorder="little").astype(bool))
+
+
+@lru_cache(maxsize=64)
+def _filled(rows: int, value: int) -> torch.Tensor:
+    """int32[rows] of one value; nobody may write into it."""
+    return torch.full((rows,), value, dtype=torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +111,7 @@ class Kernels(ABC):
         """
         rows = seq_lens.numel()
         if isinstance(score_queries, int):
-            score_queries = torch.full((rows,), score_queries, dtype=torch.int32)
+            score_queries = _filled(rows, score_queries)
         if live_mask is not None and live_mask.dtype == torch.bool:
             live_mask = pack_mask(live_mask)
         given = PlanInput(

@@ -80,9 +80,14 @@ class CppPlan(Plan):
         self.block_size = given.block_size
         self.max_block, self.num_queries = int(info[0]), int(info[1])
         self.shared_slots = bool(info[3])
-        self.num_live_tokens = torch.zeros(given.num_requests, dtype=torch.int32)
-        library.vtk_plan_live(self._handle, self.num_live_tokens.data_ptr())
+        self._num_requests = given.num_requests
         self.workspace_bytes: dict[tuple, int] = {}
+
+    @property
+    def num_live_tokens(self) -> torch.Tensor:
+        counts = torch.zeros(self._num_requests, dtype=torch.int32)
+        self._library.vtk_plan_live(self._handle, counts.data_ptr())
+        return counts
 
     def __del__(self) -> None:
         if self._handle:

@@ -52,7 +52,7 @@ class StepShape:
 
 def reset_scores(scores: torch.Tensor, new_slots: torch.Tensor) -> None:
     """Forget what the slots held before: a token was written there."""
-    scores[new_slots] = 0.0
+    scores.index_fill_(0, new_slots, 0.0)
 
 
 def update_scores(

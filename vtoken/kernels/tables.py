@@ -16,7 +16,7 @@ import logging
 from array import array
 from collections.abc import Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 
@@ -87,6 +87,19 @@ def _address(numbers: array) -> int:
     return numbers.buffer_info()[0]
 
 
+def _columns(*parts: Sequence[int]) -> tuple[array, list[int]]:
+    """Several ints[E] in one array that has to be kept alive, and the address of each."""
+    numbers, size = array("q", chain(*parts)), 8 * len(parts[0])
+    assert 8 * len(numbers) == size * len(parts)
+    first = _address(numbers)
+    return numbers, [first + size * i for i in range(len(parts))]
+
+
+def _base(numbers: np.ndarray, dtype) -> int:
+    assert numbers.dtype == dtype and numbers.flags.c_contiguous
+    return numbers.__array_interface__["data"][0]
+
+
 def load_ops() -> BatchOps:
     """Operations for one arena: compiled where that works here, else in numpy.
 
@@ -106,7 +119,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Let integers go through as pointers and int64."""
     for name, num_args in (
         ("sync", 6), ("oldest", 8), ("lowest_scored", 12), ("count_below", 5), ("at_ranks", 6),
-        ("draw", 5), ("ids_by_index", 5), ("execute", 12), ("pack", 19),
+        ("draw", 5), ("execute", 12), ("pack", 19),
     ):  # fmt: skip
         function = getattr(library, f"vtt_{name}")
         function.restype = c_int64
@@ -124,8 +137,8 @@ class CompiledOps(NumpyOps):
         self._library = library
         self._arena, self._seen = _Arena(), (None, -1)
         self._pointer = byref(self._arena)
-        for name in ("ids", "ranks", "found", "num_blocks", "num_keep", "last", "gone",
-                     "appended", "source", "destination", "totals"):  # fmt: skip
+        for name in ("ids", "ranks", "found", "of_rows", "gone", "appended", "source",
+                     "destination"):  # fmt: skip
             setattr(self, f"_{name}", _Buffer(np.int64))
         self._holes, self._kept, self._of_requests = (_Buffer(np.int32) for _ in range(3))
         self._rewrites = _Buffer(bool)
@@ -157,16 +170,17 @@ class CompiledOps(NumpyOps):
     def sync(
         self, batch: Tables, new_block_ids: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> None:
-        counts = array("q", map(len, new_block_ids))
-        new_ids, wanted = array("i", chain.from_iterable(new_block_ids)), array("q", lengths)
-        given = _address(batch.rows), _address(counts), _address(new_ids), _address(wanted)
+        given, (counts, wanted) = _columns(list(map(len, new_block_ids)), lengths)
+        new_ids = array("i", chain.from_iterable(new_block_ids))
+        at = _address(batch.rows), counts, _address(new_ids), wanted
         while True:  # once more for each request that has outgrown its region
             self._look(batch.arena)
-            code = self._library.vtt_sync(self._pointer, len(batch), *given)
+            code = self._library.vtt_sync(self._pointer, len(batch), *at)
             if code & 255 != NEEDS_ROOM:
                 return self._check(code, batch)
-            table = batch.tables[code >> 8]
-            table.make_room(table.num_blocks + counts[code >> 8], wanted[code >> 8])
+            e = code >> 8
+            table = batch.tables[e]
+            table.make_room(table.num_blocks + given[e], lengths[e])
 
     # ---- reading ---------------------------------------------------------------------------
 
@@ -175,10 +189,10 @@ class CompiledOps(NumpyOps):
     ) -> tuple[np.ndarray, list[int]]:
         self._look(batch.arena)
         E, most = len(batch), sum(n for n in counts if n > 0)
-        wanted, first, end = array("q", counts), array("q", first_ids), array("q", end_ids)
+        _given, bounds = _columns(counts, first_ids, end_ids)
         code = self._library.vtt_oldest(
-            self._pointer, E, _address(batch.rows), _address(wanted), _address(first),
-            _address(end), self._ids.room(most), self._found.room(E),
+            self._pointer, E, _address(batch.rows), *bounds, self._ids.room(most),
+            self._found.room(E),
         )  # fmt: skip
         self._check(code, batch)
         found = self._found.ints(E)
@@ -195,25 +209,21 @@ class CompiledOps(NumpyOps):
     ) -> tuple[np.ndarray, list[int]]:
         self._look(batch.arena)
         E, most = len(batch), sum(n for n in counts if n > 0)
-        bases: dict[int, int] = {}  # most requests' parts are of the same two arrays
-        ids_at, scores_at = array("q"), array("q")
-        for part in scored:
-            for at, numbers, start, dtype in (
-                (ids_at, part.ids, part.ids_start, np.int32),
-                (scores_at, part.scores, part.scores_start, np.float32),
-            ):
-                assert 0 <= start and start + part.count <= len(numbers)
-                base = bases.get(id(numbers))
-                if base is None:
-                    assert numbers.dtype == dtype and numbers.flags.c_contiguous
-                    base = bases[id(numbers)] = numbers.__array_interface__["data"][0]
-                at.append(base + 4 * start)
-        sizes, wanted = array("q", [part.count for part in scored]), array("q", counts)
-        first, end = array("q", first_ids), array("q", end_ids)
+        bases: dict[int, int] = {}  # most requests' parts are of the same array
+        ids_at, scores_at, sizes = [], [], []
+        for ids, scores, start, count in scored:
+            assert 0 <= start and start + count <= len(scores)
+            base = bases.get(id(scores))
+            if base is None:
+                base = bases[id(scores)] = _base(scores, np.float32)
+            scores_at.append(base + 4 * start)
+            assert ids is None or len(ids) == count
+            ids_at.append(0 if ids is None else _base(ids, np.int32))
+            sizes.append(count)
+        _given, at = _columns(ids_at, scores_at, sizes, first_ids, end_ids, counts)
         code = self._library.vtt_lowest_scored(
-            self._pointer, E, _address(batch.rows), _address(ids_at), _address(scores_at),
-            _address(sizes), _address(first), _address(end), _address(wanted), sign,
-            self._ids.room(most), self._found.room(E),
+            self._pointer, E, _address(batch.rows), *at, sign, self._ids.room(most),
+            self._found.room(E),
         )  # fmt: skip
         self._check(code, batch)
         found = self._found.ints(E)
@@ -271,18 +281,6 @@ class CompiledOps(NumpyOps):
             for a, b in zip(np.split(ours, ends), np.split(numpys, ends), strict=True)
         )
 
-    def ids_by_index(self, batch: Tables) -> tuple[np.ndarray, list[int]]:
-        self._look(batch.arena)
-        starts = [0, *accumulate(t.num_physical_tokens for t in batch.tables)]
-        ids = np.empty(starts[-1], np.int32)
-        code = self._library.vtt_ids_by_index(
-            self._pointer, len(batch), _address(batch.rows), len(ids),
-            ids.__array_interface__["data"][0],
-        )  # fmt: skip
-        assert code != NEEDS_SPACE
-        self._check(code, batch)
-        return ids, starts
-
     # ---- eviction --------------------------------------------------------------------------
 
     def execute(self, batch: Tables, ids: np.ndarray, counts: list[int], num_new: int) -> Eviction:
@@ -290,18 +288,18 @@ class CompiledOps(NumpyOps):
         E, K, sizes = len(batch), len(ids), array("q", counts)
         assert sum(counts) == K and len(counts) == E
         victims, holes = self._ids.put(ids), self._holes.room(K)
-        buffers = (self._num_blocks, self._num_keep, self._last)
-        out = [buffer.room(E) for buffer in buffers]
+        out = self._of_rows.room(3 * E)
         while True:  # at most once more: then the blocks of all rows fit
             code = self._library.vtt_execute(
                 self._pointer, E, _address(batch.rows), _address(sizes), victims, num_new,
-                len(self._gone.array), *out, holes, self._gone.address,
+                len(self._gone.array), out, out + 8 * E, out + 16 * E, holes, self._gone.address,
             )  # fmt: skip
             if code != NEEDS_SPACE:
                 break
             self._gone.room(sum(t.num_blocks for t in batch.tables))
         self._check(code, batch)
-        num_blocks, num_keep, last = (buffer.ints(E) for buffer in buffers)
+        found = self._of_rows.ints(3 * E)
+        num_blocks, num_keep, last = found[:E], found[E : 2 * E], found[2 * E :]
         gone, first = [], 0
         for size, keep in zip(num_blocks, num_keep, strict=True):
             gone.append(self._gone.view[first : first + size - keep].tolist())
@@ -311,25 +309,23 @@ class CompiledOps(NumpyOps):
     def pack(self, batch: Tables, eviction: Eviction, num_new: list[int]) -> Packed:
         E = len(batch)
         assert len(eviction.holes) == sum(eviction.counts)
-        new, blocks, keep, last, counts = (
-            array("q", part)
-            for part in (
-                num_new, eviction.num_blocks, eviction.num_keep, eviction.last, eviction.counts
-            )
-        )  # fmt: skip
+        _given, (new, blocks, keep, last, counts) = _columns(
+            num_new, eviction.num_blocks, eviction.num_keep, eviction.last, eviction.counts
+        )
         gone = array("q", chain.from_iterable(eviction.gone))
-        assert len(gone) == sum(blocks) - sum(keep)
+        assert len(gone) == sum(eviction.num_blocks) - sum(eviction.num_keep)
         given = (
-            _address(batch.rows), _address(new), _address(blocks), _address(keep),
-            _address(last), _address(gone), self._holes.put(eviction.holes), _address(counts),
+            _address(batch.rows), new, blocks, keep, last, _address(gone),
+            self._holes.put(eviction.holes), counts,
         )  # fmt: skip
-        out = self._of_requests.room(4 * E + 2), self._rewrites.room(E), self._appended.room(E)
+        appended = self._appended.room(E + 3)
+        out = self._of_requests.room(4 * E + 2), self._rewrites.room(E), appended
         while True:  # once more for each table that has outgrown its region, and for the buffers
             self._look(batch.arena)
             code = self._library.vtt_pack(
                 self._pointer, E, *given, len(self._kept.array), len(self._source.array), *out,
                 self._kept.address, self._source.address, self._destination.address,
-                self._totals.address,
+                appended + 8 * E,
             )  # fmt: skip
             if code & 255 == NEEDS_ROOM:
                 table = batch.tables[code >> 8]
@@ -339,7 +335,7 @@ class CompiledOps(NumpyOps):
             else:
                 break
         self._check(code, batch)
-        num_kept, num_moves, num_reused = self._totals.ints(3)
+        *num_appended, num_kept, num_moves, num_reused = self._appended.ints(E + 3)
         of_requests = self._of_requests.take(4 * E + 2)
         steps = BatchSteps(
             req_ids=[t.req_id for t in batch.tables],
@@ -352,7 +348,7 @@ class CompiledOps(NumpyOps):
             move_source=self._source.take(num_moves),
             move_destination=self._destination.take(num_moves),
         )
-        return Packed(steps, self._appended.ints(E), num_reused)
+        return Packed(steps, num_appended, num_reused)
 
     def _make_space(self, batch: Tables, eviction: Eviction) -> None:
         """Let the results of `pack` fit, however many there may be."""

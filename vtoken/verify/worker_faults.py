@@ -159,12 +159,10 @@ def physical_positions(engine):
     runner = engine.runner
     use = runner._vtoken_use_physical_lengths
 
-    def use_physical(scheduler_output):
-        use(scheduler_output)
-        batch, starts = runner.input_batch, runner.query_start_loc.np
-        for row, req_id in enumerate(batch.req_ids):
-            shift = runner.vtoken_layouts.num_reclaimed.get(req_id, 0)
-            runner.positions[int(starts[row]) : int(starts[row + 1])] -= shift
+    def use_physical(n, positions):
+        index = use(n, positions)
+        positions.copy_(index)
+        return index
 
     with replaced(runner, "_vtoken_use_physical_lengths", use_physical):
         yield

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-from vtoken.core.batch import Tables
 from vtoken.core.budget import NEVER
-from vtoken.core.planner import RequestState
 
 
 class ReportAsker:
@@ -22,7 +18,7 @@ class ReportAsker:
         self.asked: set[str] = set()
 
     def ask(self, num_scheduled: dict[str, int], chunks: list[str]) -> list[str]:
-        """Requests that may be due two steps from now; remembers which id sits where.
+        """Requests that may be due two steps from now.
 
         Args:
             num_scheduled: tokens of every request of the step.
@@ -36,17 +32,20 @@ class ReportAsker:
                 if num_scheduled.get(req_id, 0) and hooks.needs_scores(state):
                     asks[req_id] = state
         for req_id in hooks.calendar.watched:
-            if req_id not in asks and self._is_needed(req_id, num_scheduled.get(req_id, 0)):
+            n = num_scheduled.get(req_id, 0)
+            if n and req_id not in asks and self._is_needed(req_id, n):
                 asks[req_id] = hooks.states[req_id]
         self.asked = set(asks)
-        if asks:
-            self._remember(asks, num_scheduled)
+        requests, reports = self.scheduler.requests, hooks.reports
+        for req_id, state in asks.items():
+            length = requests[req_id].num_computed_tokens + num_scheduled[req_id]
+            reports.ask(req_id, hooks.step_seq, state.table, length)
         return list(asks)
 
     def _is_needed(self, req_id: str, n: int) -> bool:
         hooks = self.hooks
         state, request = hooks.states[req_id], self.scheduler.requests[req_id]
-        if not n or state.next_eviction_len >= NEVER:
+        if state.next_eviction_len >= NEVER:
             return False
         length = request.num_computed_tokens + n
         rest = request.num_tokens - length
@@ -55,12 +54,3 @@ class ReportAsker:
             return False
         # The report of the last step is the one the coming decision uses.
         return n > 1 or hooks.reports.asked_at(req_id) != hooks.step_seq - 1
-
-    def _remember(self, asks: dict[str, RequestState], num_scheduled: dict[str, int]) -> None:
-        hooks, requests = self.hooks, self.scheduler.requests
-        lengths = [requests[r].num_computed_tokens + num_scheduled[r] for r in asks]
-        batch = Tables([state.table for state in asks.values()])
-        hooks.sync_all(batch, lengths)
-        ids, starts = batch.arena.ops.ids_by_index(batch)
-        for req_id, (start, end) in zip(asks, pairwise(starts), strict=True):
-            hooks.reports.ask(req_id, hooks.step_seq, ids, start, end)

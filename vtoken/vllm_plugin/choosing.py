@@ -137,15 +137,18 @@ class VictimChooser:
         """
         hooks = self.hooks
         states = [hooks.states[r.request_id] for r in requests]
-        batch = Tables([s.table for s in states])
-        hooks.sync_all(batch, [r.num_computed_tokens for r in requests])
+        batch, lengths = (
+            Tables([s.table for s in states]),
+            [r.num_computed_tokens for r in requests],
+        )
+        hooks.sync_all(batch, lengths)
         budget = states[0].budget
         if (
             self._limit is None
             and budget.policy.evict_many is not None
             and all(s.budget is budget for s in states)
         ):
-            return self._choose_together(requests, states, batch)
+            return self._choose_together(requests, states, batch, lengths)
         due = []
         for request, state in zip(requests, states, strict=True):
             num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)
@@ -163,10 +166,10 @@ class VictimChooser:
         return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
 
     def _choose_together(
-        self, requests: list, states: list[RequestState], batch: Tables
+        self, requests: list, states: list[RequestState], batch: Tables, lengths: list[int]
     ) -> tuple[list[RequestState], np.ndarray, list[int]]:
         """Let the one policy of all these requests, none of which shares blocks, name victims."""
-        budget, lengths = states[0].budget, [r.num_computed_tokens for r in requests]
+        budget = states[0].budget
         budgets = budget.all_tokens(lengths)
         num_evict = [t.num_live_tokens - n for t, n in zip(batch.tables, budgets, strict=True)]
         scored: list[ScoredIds] = []

@@ -174,12 +174,11 @@ class CPUAttention:
         if holed is not None and not holed.any():
             holed = None  # the requests with holes are not in this step's batch
         starts = runner.query_start_loc.np[: n + 1]
-        num_queries = np.diff(starts)
         if self.scores is not None:
             new_slots = batch.block_table[0].slot_mapping.gpu[: int(starts[n])]
             reset_scores(self.scores, new_slots)
             self.step_scores.zero_()
-        all_decode = bool((num_queries == 1).all())
+        all_decode = int(starts[n]) == n
         scored = self.kind in ATTENTION_KINDS
         ours = (self.decode_kernel if all_decode else self.prefill_kernel) == "ours"
         if holed is None and not scored and not ours:
@@ -191,10 +190,10 @@ class CPUAttention:
             work.replaces_stock = True
             work.plan = arrays.plan(self, None, counted)[0]
             return
-        self._mixed_work(work, arrays, holed, num_queries, counted, scored)
+        self._mixed_work(work, arrays, holed, counted, scored)
 
-    def _mixed_work(self, work, arrays, holed, num_queries, counted, scored) -> None:
-        rest = np.ones(len(num_queries), bool) if holed is None else ~holed
+    def _mixed_work(self, work, arrays, holed, counted, scored) -> None:
+        rest = np.ones(arrays.n, bool) if holed is None else ~holed
         if holed is not None:
             work.plan, work.rows = arrays.plan(self, np.flatnonzero(holed), counted)
         if scored and rest.any():
@@ -307,9 +306,8 @@ class _BatchArrays:
         """A kernel plan over these requests, and the query rows it reads (None: all)."""
         kernels, N = attention.kernels, attention.block_size
         if requests is None:
-            start = torch.from_numpy(self.starts.astype(np.int32))
             return kernels.plan(
-                self.block_table, self.seq_lens, start,
+                self.block_table, self.seq_lens, torch.from_numpy(self.starts),
                 block_size=N, live_mask=self.mask, score_queries=counted,
             ), None  # fmt: skip
         rows = np.concatenate([np.arange(self.starts[r], self.starts[r + 1]) for r in requests])

@@ -10,8 +10,6 @@ Requests that decode, fill all their holes at once and share no block go through
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from vtoken.core.batch_planner import BatchEvent, execute_batch, finalize_batch
@@ -55,6 +53,9 @@ class Evictor:
             parts = np.split(ids, np.cumsum(counts)[:-1])
             for state, victims in zip(states, parts, strict=True):
                 hooks.checker.before_change(state.table.req_id, state, victims)
+        if hooks.scored:
+            for state in states:  # they decode, and this decision is what the report was for
+                hooks.reports.hold(state.table.req_id, hooks.step_seq - 2)
         self._event = event = execute_batch(states, ids, counts, 1, self.counters)
         rows = [self.manager.req_to_blocks[r] for r in event.req_ids]
         if hooks.caching:  # see _forget_hashes
@@ -88,6 +89,7 @@ class Evictor:
         state, blocks = hooks.states[req_id], self.manager.req_to_blocks[req_id]
         if hooks.checker is not None:
             hooks.checker.before_change(req_id, state, victims)
+        hooks.reports.hold(req_id)
         copy = hooks.shares.take(req_id, state, blocks)
         pinned = hooks.shares.shared(blocks) if copy is None else copy.keeps
         release = self.planner.execute(
@@ -220,16 +222,15 @@ class Evictor:
             event = event.only(stays)
         req_ids = event.req_ids
         rows = [self.manager.req_to_blocks[r] for r in req_ids]
-        steps = finalize_batch(
+        steps, num_moved = finalize_batch(
             event,
             [num_scheduled.get(r, 0) for r in req_ids],
             lambda e, start: [b.block_id for b in rows[e][start:]],
             self.counters,
         )
-        moves = pairwise(steps.move_start.tolist())
-        for req_id, (first, end) in zip(req_ids, moves, strict=True):
-            if end > first:
-                hooks.moved[req_id] = hooks.moved.get(req_id, 0) + end - first
+        for req_id, moved in zip(req_ids, num_moved, strict=True):
+            if moved:
+                hooks.moved[req_id] = hooks.moved.get(req_id, 0) + moved
         return steps
 
     def _finish_one(self, req_id: str, state: RequestState, n: int, steps: list) -> None:
@@ -239,6 +240,7 @@ class Evictor:
             hooks.sync(state, blocks, length)
             if hooks.checker is not None and req_id not in self._executed:
                 hooks.checker.before_change(req_id, state)
+            hooks.reports.hold(req_id)
         step = self.planner.finalize(state, n, lambda start: [b.block_id for b in blocks[start:]])
         hooks.note_layout(req_id, state)
         if step is not None:

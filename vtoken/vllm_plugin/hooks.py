@@ -79,7 +79,7 @@ class SchedulerHooks:
         self.step_seq = 0
         self.trace: list[TraceEntry] = []
         self.scored = self.budget is not None and self.budget.policy.score_kind != ScoreKind.NONE
-        self.reports = ReportBook()
+        self.reports = ReportBook(self.sync_request)
         self.log = RunLog.open(config, self.budget, scheduler)
         self.moved: dict[str, int] = {}  # tokens moved so far, by running request
         self.plans: dict[str, np.ndarray] = {}
@@ -136,6 +136,11 @@ class SchedulerHooks:
         """Bring a request's table in step with vLLM: new blocks, tokens grown at the tail."""
         table = state.table
         table.sync([b.block_id for b in blocks[table.num_blocks :]], length)
+
+    def sync_request(self, req_id: str) -> None:
+        """`sync` with what vLLM has of a request."""
+        length = self.scheduler.requests[req_id].num_computed_tokens
+        self.sync(self.states[req_id], self.manager.req_to_blocks[req_id], length)
 
     def sync_all(self, batch: Tables, lengths: list[int]) -> None:
         """`sync` for the tables of several requests, at these lengths."""

@@ -8,6 +8,7 @@ handed out, zeroed or copied into in this same step), then the rows, then vLLM's
 from __future__ import annotations
 
 import time
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -93,7 +94,26 @@ class VTokenRunnerV1Mixin:
         for name, layer in layers.items():
             check_layer_impl(name, layer.impl)
         self.vtoken_setup_kv(layers)
+        self._vtoken_map_physical_slots()
         self._vtoken_start_checks()
+
+    def _vtoken_map_physical_slots(self) -> None:
+        """Give vLLM's slot mapping physical positions, in the one call that it makes in a step.
+
+        Replaced on the instance. When it is called sequence lengths and positions are in place and
+        nothing has read them yet but vLLM's comparison with the prompt's length, which is logical.
+        """
+        table = self.input_batch.block_table
+        if "compute_slot_mapping" in vars(table):
+            return  # the cache was set up before, around the same batch
+        stock = table.compute_slot_mapping
+
+        def compute_slot_mapping(num_reqs, query_start_loc, positions):
+            if self.vtoken_layouts.num_reclaimed:
+                positions = self._vtoken_use_physical_lengths(num_reqs, positions)
+            stock(num_reqs, query_start_loc, positions)
+
+        table.compute_slot_mapping = compute_slot_mapping
 
     def vtoken_setup_kv(self, layers: dict) -> None:
         """Make the mover and, where holes or scores are possible, the attention wrapper."""
@@ -152,32 +172,42 @@ class VTokenRunnerV1Mixin:
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
         out = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if self.vtoken_config is not None:
-            if self.vtoken_layouts.num_reclaimed:
-                self._vtoken_use_physical_lengths(scheduler_output)
             if self.vtoken_attention is not None:
                 self.vtoken_attention.begin_step(self, scheduler_output)
             if self.vtoken_checker is not None:
                 self.vtoken_checker.before_attention(self, scheduler_output)
         return out
 
-    def _vtoken_use_physical_lengths(self, scheduler_output) -> None:
-        """Positions stay logical; sequence lengths and slots become physical."""
-        batch, n = self.input_batch, self.input_batch.num_reqs
-        get = self.vtoken_layouts.num_reclaimed.get
-        reclaimed = np.fromiter((get(r, 0) for r in batch.req_ids), np.int32, n)
+    def _vtoken_use_physical_lengths(self, n: int, positions: torch.Tensor) -> torch.Tensor:
+        """Make sequence lengths physical; positions stay logical.
+
+        Args:
+            n: requests in the batch.
+            positions: int64[T], logical, of the step's tokens.
+
+        Returns:
+            int64[T], the physical index of each.
+        """
+        batch = self.input_batch
+        reclaimed = np.fromiter(
+            map(self.vtoken_layouts.num_reclaimed.get, batch.req_ids, repeat(0)), np.int32, n
+        )
         new_index = self.vtoken_layouts.new_token_index
-        if not reclaimed.any() and not new_index:
-            return
-        total = scheduler_output.total_num_scheduled_tokens
-        on_device = torch.from_numpy(reclaimed).to(self.seq_lens.device, non_blocking=True)
-        self.seq_lens[:n] -= on_device
-        self.optimistic_seq_lens_cpu[:n] -= torch.from_numpy(reclaimed)  # gives max_seq_len
-        index = self.positions[:total] - on_device[self.req_indices.gpu[:total]]
-        for req_id, physical in new_index.items():
-            row = batch.req_id_to_index.get(req_id)
-            if row is not None:
-                index[int(self.query_start_loc.np[row])] = physical
-        batch.block_table.compute_slot_mapping(n, self.query_start_loc.gpu[: n + 1], index)
+        if not new_index and not reclaimed.any():
+            return positions
+        shift = torch.from_numpy(reclaimed)
+        self.optimistic_seq_lens_cpu[:n] -= shift  # gives max_seq_len
+        shift = shift.to(self.seq_lens.device, non_blocking=True)
+        self.seq_lens[:n] -= shift
+        if len(positions) > n:  # else every request has one token
+            shift = shift[self.req_indices.gpu[: len(positions)]]
+        index = positions - shift
+        row_of, starts = batch.req_id_to_index, self.query_start_loc.np
+        placed = [(int(starts[row_of[r]]), i) for r, i in new_index.items() if r in row_of]
+        if placed:
+            at = torch.tensor(placed, device=index.device).T
+            index[at[0]] = at[1]
+        return index
 
     def sample_tokens(self, grammar_output):
         if self.vtoken_checker is not None:

@@ -146,6 +146,10 @@ static bool has_shared_blocks(const Plan& p) {
 static int make_plan(Plan& p, const PlanInput& in) {
   p.block_size = in.block_size;
   p.requests.reserve(in.num_requests);
+  std::size_t most = 0;
+  for (int i = 0; i < in.num_requests; i++)
+    if (in.seq_lens[i] > 0) most += std::size_t(in.seq_lens[i]) / kGroup + 1;
+  p.groups.reserve(most);
   for (int i = 0; i < in.num_requests; i++)
     if (int error = plan_request(p, in, i)) return error | i << 8;
   p.shared_slots = has_shared_blocks(p);

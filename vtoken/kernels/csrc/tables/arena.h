@@ -78,6 +78,18 @@ class Table {
   bool is_handle(int64_t handle) const { return handle >= 0 && handle < n.block_room; }
   bool is_slot(int64_t local) const { return local >= 0 && local < n.block_room * N; }
 
+  bool has_sound_row() const {
+    bool is_sound = true;  // no way out of the loop: it can be done many blocks at a time
+    for (int64_t pos = 0; pos < n.blocks; pos++) is_sound &= is_handle(row[pos]);
+    return is_sound;
+  }
+
+  // Where the id at a physical index lies, -1 for a hole; null: the row names no block of ours.
+  const int32_t* place_of_id(int64_t p) const {
+    const int64_t handle = row[p / N];
+    return is_handle(handle) ? id_at + handle * N + p % N : nullptr;
+  }
+
   // Blocks and ids the region must hold before `new_blocks` are added and `length` is reached.
   bool has_room(int64_t new_blocks, int64_t length) const {
     const int64_t unused = new_blocks > n.free_handles ? new_blocks - n.free_handles : 0;

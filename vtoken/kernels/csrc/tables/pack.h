@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "arena.h"
@@ -23,36 +24,67 @@ struct PackScratch {
     int64_t index, local;
     bool operator<(const Slot& o) const { return index < o.index; }
   };
-  std::vector<int32_t> kept, new_pos, old_row;
-  std::vector<Slot> dead;         // inside the packed prefix, by new physical index
+  std::vector<int64_t> cuts;       // old positions that leave their place: those that go, and last
+  std::vector<Slot> dead;          // inside the packed prefix, by new physical index
   std::vector<int64_t> displaced;  // live local slots outside of it
 };
 
-// Spells out the new row: old position at each new one, and the other way round (-1: goes).
-inline bool spell_row(const Evicted& ev, PackScratch& s) {
-  if (ev.last < 0 || ev.last >= ev.num_blocks) return false;
-  s.kept.clear();
-  s.new_pos.assign(ev.num_blocks, -1);
-  int64_t g = 0;
-  for (int32_t pos = 0; pos < ev.num_blocks; pos++) {
-    if (g < ev.num_gone && ev.gone[g] == pos) {
-      g++;
-    } else if (pos != ev.last) {
-      s.new_pos[pos] = static_cast<int32_t>(s.kept.size());
-      s.kept.push_back(pos);
+// Where blocks come to lie: all that stay keep their order, but `last` goes to the end. Between
+// two cuts a row moves as a whole, so none of this is spelled out block by block.
+class NewRow {
+ public:
+  NewRow(const Evicted& ev, const std::vector<int64_t>& cuts) : ev(ev), cuts(cuts) {}
+
+  // -1: it goes.
+  int64_t new_pos(int64_t pos) const {
+    if (pos == ev.last) return ev.num_keep - 1;
+    const auto cut = std::lower_bound(cuts.begin(), cuts.end(), pos);
+    return cut != cuts.end() && *cut == pos ? -1 : pos - (cut - cuts.begin());
+  }
+
+  int64_t old_pos(int64_t pos) const {
+    if (pos == ev.num_keep - 1) return ev.last;
+    for (const int64_t cut : cuts) {
+      if (cut > pos) break;
+      pos++;
+    }
+    return pos;
+  }
+
+  // Calls f(begin, end, new begin) for each part of the old row that moves as a whole.
+  template <class F>
+  void for_each_part(F f) const {
+    int64_t begin = 0, at = 0;
+    for (std::size_t i = 0; i <= cuts.size(); i++) {
+      const int64_t end = i < cuts.size() ? cuts[i] : ev.num_blocks;
+      f(begin, end, at);
+      at += end - begin;
+      begin = end + 1;
     }
   }
-  s.new_pos[ev.last] = static_cast<int32_t>(s.kept.size());
-  s.kept.push_back(static_cast<int32_t>(ev.last));
-  return g == ev.num_gone && static_cast<int64_t>(s.kept.size()) == ev.num_keep;
+
+ private:
+  const Evicted& ev;
+  const std::vector<int64_t>& cuts;
+};
+
+inline bool find_cuts(const Evicted& ev, std::vector<int64_t>& cuts) {
+  if (ev.last < 0 || ev.last >= ev.num_blocks) return false;
+  cuts.assign(ev.gone, ev.gone + ev.num_gone);
+  cuts.insert(std::lower_bound(cuts.begin(), cuts.end(), ev.last), ev.last);
+  for (std::size_t i = 1; i < cuts.size(); i++) {
+    if (cuts[i] <= cuts[i - 1]) return false;
+  }
+  return cuts.front() >= 0 && cuts.back() < ev.num_blocks;
 }
 
 // Dead slots of kept blocks with a new physical index below `end`: holes, and the unused tail.
-inline bool find_dead(const Table& t, const Evicted& ev, int64_t end, PackScratch& s) {
+inline bool find_dead(const Table& t, const Evicted& ev, const NewRow& row, int64_t end,
+                      PackScratch& s) {
   s.dead.clear();
   const auto look = [&](int64_t pos, int64_t local) {
-    const int64_t index = int64_t{s.new_pos[pos]} * t.N + local % t.N;
-    if (s.new_pos[pos] >= 0 && index < end) s.dead.push_back({index, local});
+    const int64_t new_pos = row.new_pos(pos), index = new_pos * t.N + local % t.N;
+    if (new_pos >= 0 && index < end) s.dead.push_back({index, local});
   };
   for (int64_t k = 0; k < ev.num_holes; k++) {
     if (!t.is_slot(ev.holes[k]) || t.id_at[ev.holes[k]] >= 0) return false;
@@ -68,7 +100,8 @@ inline bool find_dead(const Table& t, const Evicted& ev, int64_t end, PackScratc
 }
 
 // Live slots in blocks that go, then those at or beyond the packed end, in row order.
-inline void find_displaced(const Table& t, const Evicted& ev, int64_t end, PackScratch& s) {
+inline void find_displaced(const Table& t, const Evicted& ev, const NewRow& row, int64_t end,
+                           PackScratch& s) {
   s.displaced.clear();
   const auto look = [&](int64_t pos, int64_t first_offset) {
     const int64_t local = int64_t{t.row[pos]} * t.N;
@@ -78,21 +111,24 @@ inline void find_displaced(const Table& t, const Evicted& ev, int64_t end, PackS
   };
   for (int64_t g = 0; g < ev.num_gone; g++) look(ev.gone[g], 0);
   for (int64_t p = end / t.N; p < ev.num_keep; p++) {
-    look(s.kept[p], std::max<int64_t>(0, end - p * t.N));
+    look(row.old_pos(p), std::max<int64_t>(0, end - p * t.N));
   }
 }
 
 // As RequestTable.set_row and forget_handles.
-inline bool set_row(Table& t, const Evicted& ev, PackScratch& s) {
-  s.old_row.assign(t.row, t.row + ev.num_blocks);
+inline bool set_row(Table& t, const Evicted& ev, const NewRow& row, int64_t first_cut) {
   for (int64_t g = 0; g < ev.num_gone; g++) {
-    const int32_t handle = s.old_row[ev.gone[g]];
+    const int32_t handle = t.row[ev.gone[g]];
     if (t.live_in[handle] || t.n.free_handles >= t.n.block_room) return false;
     t.pos_of[handle] = -1;
     t.free_handle[t.n.free_handles++] = handle;
   }
-  for (int64_t p = 0; p < ev.num_keep; p++) {
-    t.row[p] = s.old_row[s.kept[p]];
+  const int32_t last = t.row[ev.last];
+  row.for_each_part([&](int64_t begin, int64_t end, int64_t at) {
+    if (at != begin) std::copy(t.row + begin, t.row + end, t.row + at);
+  });
+  t.row[ev.num_keep - 1] = last;
+  for (int64_t p = first_cut; p < ev.num_keep; p++) {
     t.pos_of[t.row[p]] = static_cast<int32_t>(p);
   }
   t.n.blocks = ev.num_keep;
@@ -112,14 +148,13 @@ struct PackResult {
 
 inline Code pack_one(Table& t, const Evicted& ev, int64_t num_new, PackScratch& s,
                      PackResult& out) {
-  if (ev.num_blocks != t.n.blocks || !spell_row(ev, s)) return kBadSlot;
-  for (int64_t pos = 0; pos < ev.num_blocks; pos++) {
-    if (!t.is_handle(t.row[pos])) return kBadSlot;
-  }
+  if (ev.num_blocks != t.n.blocks || !find_cuts(ev, s.cuts)) return kBadSlot;
+  if (!t.has_sound_row()) return kBadSlot;
+  const NewRow row(ev, s.cuts);
   const bool takes_hole = num_new == 1;
   const int64_t end = t.n.live + takes_hole, capacity = ev.num_keep * t.N;
-  if (!find_dead(t, ev, std::min(end, capacity), s)) return kBadSlot;
-  find_displaced(t, ev, end, s);
+  if (!find_dead(t, ev, row, std::min(end, capacity), s)) return kBadSlot;
+  find_displaced(t, ev, row, end, s);
   const bool reuses = takes_hole && end <= capacity;
   if (s.dead.size() != s.displaced.size() + reuses) return kUnpaired;
 
@@ -129,7 +164,7 @@ inline Code pack_one(Table& t, const Evicted& ev, int64_t num_new, PackScratch& 
     out.destination[k] = t.slot_of(s.dead[k].local);
     t.move(s.displaced[k], s.dead[k].local);
   }
-  if (!set_row(t, ev, s)) return kInUse;
+  if (!set_row(t, ev, row, s.cuts.front())) return kInUse;
 
   *out.new_token_index = -1;
   if (reuses) {
@@ -141,7 +176,13 @@ inline Code pack_one(Table& t, const Evicted& ev, int64_t num_new, PackScratch& 
     t.put_next(local);
   }
   const bool changed = ev.num_gone > 0 || ev.last != ev.num_blocks - 1;
-  if (changed) out.row_kept = std::copy(s.kept.begin(), s.kept.end(), out.row_kept);
+  if (changed) {
+    row.for_each_part([&](int64_t begin, int64_t end, int64_t) {
+      std::iota(out.row_kept, out.row_kept + (end - begin), static_cast<int32_t>(begin));
+      out.row_kept += end - begin;
+    });
+    *out.row_kept++ = static_cast<int32_t>(ev.last);
+  }
   out.source += num_moves;
   out.destination += num_moves;
   *out.rewrites_row++ = changed;

@@ -37,36 +37,87 @@ inline bool has_low(const float* scores, float sign, float bound) {
   return low != 0;
 }
 
-// See BatchOps.lowest_scored: one pass in the order of the report, which is that of the slots.
-// What can still be among the lowest is gathered and cut down whenever twice as many are there;
-// most runs hold none of them.
+// One request's scores, in the order of its slots; the lowest of those that may be named.
+//
+// A score that can still be among the lowest is first noted with its place alone, while its id is
+// on the way from memory. Ids are looked up for many at once, and what there is of them is cut down
+// whenever twice as many are there as are wanted; most runs of scores hold none.
+class Lowest {
+ public:
+  Lowest(const Table& t, const int32_t* ids, int64_t first_id, int64_t end_id, int64_t count)
+      : t(t), ids(ids), first_id(first_id), end_id(end_id), k(static_cast<std::size_t>(count)) {
+    most = 2 * k + 64;
+  }
+
+  // Null `ids` are those of the table, at least `size` long. False: its row is damaged.
+  bool look(const float* scores, int64_t size, float sign) {
+    for (int64_t p = 0; p < size; p++) {
+      while (p % kRun == 0 && p + kRun < size && !has_low(scores + p, sign, bound.key)) p += kRun;
+      const float key = sign * scores[p];
+      if (!(key <= bound.key)) continue;  // NaN: no score
+      if (!note(key, p)) return false;
+    }
+    return look_up();
+  }
+
+  int64_t take(int64_t* out_ids) {
+    cut();
+    for (std::size_t i = 0; i < found.size(); i++) out_ids[i] = found[i].id;
+    std::sort(out_ids, out_ids + found.size());
+    return static_cast<int64_t>(found.size());
+  }
+
+ private:
+  static constexpr int kNoted = 32;
+
+  bool note(float key, int64_t p) {
+    const int32_t* at = ids ? ids + p : t.place_of_id(p);
+    if (!at) return false;
+    __builtin_prefetch(at);
+    noted_key[num_noted] = key;
+    noted_at[num_noted++] = at;
+    return num_noted < kNoted || look_up();
+  }
+
+  bool look_up() {
+    for (int i = 0; i < num_noted; i++) {
+      const Scored it{noted_key[i], *noted_at[i]};
+      if (it.id < first_id || it.id >= end_id || bound < it) continue;
+      if (ids && !t.is_live(it.id)) continue;  // those of the table are
+      found.push_back(it);
+      if (found.size() == most) {
+        cut();
+        bound = found[k - 1];
+      }
+    }
+    num_noted = 0;
+    return true;
+  }
+
+  void cut() {
+    if (found.size() <= k) return;
+    std::nth_element(found.begin(), found.begin() + (k - 1), found.end());
+    found.resize(k);
+  }
+
+  const Table& t;
+  const int32_t* ids;
+  int64_t first_id, end_id;
+  std::size_t k, most;
+  Scored bound{std::numeric_limits<float>::infinity(), std::numeric_limits<int32_t>::max()};
+  std::vector<Scored> found;
+  float noted_key[kNoted];
+  const int32_t* noted_at[kNoted];
+  int num_noted = 0;
+};
+
+// See BatchOps.lowest_scored; -1: the table's row is damaged.
 inline int64_t pick_lowest(const Table& t, const int32_t* ids, const float* scores, int64_t size,
                            int64_t first_id, int64_t end_id, int64_t count, float sign,
-                           std::vector<Scored>& lowest, int64_t* out_ids) {
+                           int64_t* out_ids) {
   if (count <= 0) return 0;
-  const std::size_t k = static_cast<std::size_t>(count), most = 2 * k + 64;
-  Scored bound{std::numeric_limits<float>::infinity(), std::numeric_limits<int32_t>::max()};
-  lowest.clear();
-  for (int64_t p = 0; p < size; p++) {
-    while (p % kRun == 0 && p + kRun < size && !has_low(scores + p, sign, bound.key)) p += kRun;
-    const float key = sign * scores[p];
-    if (!(key <= bound.key)) continue;  // NaN: no score
-    const Scored it{key, ids[p]};
-    if (it.id < first_id || it.id >= end_id || bound < it || !t.is_live(it.id)) continue;
-    lowest.push_back(it);
-    if (lowest.size() == most) {
-      std::nth_element(lowest.begin(), lowest.begin() + (k - 1), lowest.end());
-      lowest.resize(k);
-      bound = lowest[k - 1];
-    }
-  }
-  if (lowest.size() > k) {
-    std::nth_element(lowest.begin(), lowest.begin() + (k - 1), lowest.end());
-    lowest.resize(k);
-  }
-  for (std::size_t i = 0; i < lowest.size(); i++) out_ids[i] = lowest[i].id;
-  std::sort(out_ids, out_ids + lowest.size());
-  return static_cast<int64_t>(lowest.size());
+  Lowest lowest(t, ids, first_id, end_id, count);
+  return lowest.look(scores, size, sign) ? lowest.take(out_ids) : -1;
 }
 
 inline int64_t count_below(const Table& t, int64_t bound) {

@@ -69,19 +69,21 @@ VT_API int64_t vtt_oldest(const Arena* arena, int64_t E, const int64_t* rows,
   return kOk;
 }
 
-// `ids` and `scores` are the addresses of each request's parts, `sizes` entries long.
+// `ids` and `scores` are the addresses of each request's parts, `sizes` entries long; where `ids`
+// is null they are those at the table's first physical indices.
 VT_API int64_t vtt_lowest_scored(const Arena* arena, int64_t E, const int64_t* rows,
                                  const int64_t* ids, const int64_t* scores, const int64_t* sizes,
                                  const int64_t* first_ids, const int64_t* end_ids,
                                  const int64_t* counts, int64_t sign, int64_t* out_ids,
                                  int64_t* out_counts) {
   if (const int64_t code = first_invalid(*arena, E, rows)) return code;
-  std::vector<Scored> lowest;
   for (int64_t e = 0; e < E; e++) {
     const Table t(*arena, rows[e]);
+    if (!ids[e] && sizes[e] > t.n.physical) return failed(kBadSlot, e);
     out_counts[e] = pick_lowest(t, reinterpret_cast<const int32_t*>(ids[e]),
                                 reinterpret_cast<const float*>(scores[e]), sizes[e], first_ids[e],
-                                end_ids[e], counts[e], static_cast<float>(sign), lowest, out_ids);
+                                end_ids[e], counts[e], static_cast<float>(sign), out_ids);
+    if (out_counts[e] < 0) return failed(kBadSlot, e);
     out_ids += out_counts[e];
   }
   return kOk;
@@ -115,23 +117,6 @@ VT_API int64_t vtt_draw(int64_t E, const int64_t* entropy, const int64_t* sizes,
     if (counts[e] < 0 || counts[e] > sizes[e] || sizes[e] > UINT32_MAX) return failed(kBadRank, e);
     draw(seed, sizes[e], counts[e], taken, out);
     out += counts[e];
-  }
-  return kOk;
-}
-
-VT_API int64_t vtt_ids_by_index(const Arena* arena, int64_t E, const int64_t* rows,
-                                int64_t space, int32_t* out) {
-  if (const int64_t code = first_invalid(*arena, E, rows)) return code;
-  int64_t needed = 0;
-  for (int64_t e = 0; e < E; e++) needed += Table(*arena, rows[e]).n.physical;
-  if (needed > space) return kNeedsSpace;
-  for (int64_t e = 0; e < E; e++) {
-    const Table t(*arena, rows[e]);
-    for (int64_t p = 0; p < t.n.physical; p += t.N) {
-      if (!t.is_handle(t.row[p / t.N])) return failed(kBadSlot, e);
-      const int32_t* ids = t.id_at + int64_t{t.row[p / t.N]} * t.N;
-      out = std::copy(ids, ids + std::min(t.N, t.n.physical - p), out);
-    }
   }
   return kOk;
 }
