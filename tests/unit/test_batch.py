@@ -377,6 +377,8 @@ def test_compiled_code_says_what_is_wrong_and_writes_nothing():
     reports = [ScoredIds(None, np.zeros(21, np.float32), 0, n) for n in (20, 21)]
     with pytest.raises(AssertionError, match="r1: a block or a slot that it does not own"):
         ops.lowest_scored(batch, reports, [0, 0], [20, 20], one, 1)
+    with pytest.raises(AssertionError, match="r1: a rank or an id that is out of range"):
+        ops.lowest_scored(batch, [reports[0]] * 2, [0, -1], [20, 20], one, 1)
     assert np.array_equal(before, batch.arena.index_of)
     eviction = ops.execute(batch, np.array([3, 4]), one, 1)
     eviction.last[1] = 9

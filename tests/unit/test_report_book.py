@@ -10,13 +10,8 @@ import pytest
 from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
 from vtoken.vllm_plugin.decisions import RequestKey, prompt_hash
-from vtoken.vllm_plugin.scores import (
-    ReportBook,
-    ScoreRecorder,
-    ScoreReport,
-    ScoreTrace,
-    score_window,
-)
+from vtoken.vllm_plugin.score_files import ScoreRecorder, ScoreTrace
+from vtoken.vllm_plugin.scores import ReportBook, ScoreReport, score_window
 
 NAN = np.nan
 

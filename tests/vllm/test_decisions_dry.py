@@ -17,7 +17,7 @@ from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
 from vtoken.policies.registry import BUILT_IN
 from vtoken.vllm_plugin.run_log import RunLog
-from vtoken.vllm_plugin.scores import ScoreTrace
+from vtoken.vllm_plugin.score_files import ScoreTrace
 
 pytestmark = pytest.mark.vllm
 

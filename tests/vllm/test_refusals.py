@@ -40,9 +40,9 @@ class TestVersion:
             compat.check_scheduler_side()
 
     def test_a_method_that_is_gone_is_named(self, monkeypatch):
-        from vllm.v1.worker.block_table import BlockTable
+        from vllm.v1.worker.block_table import MultiGroupBlockTable
 
-        monkeypatch.delattr(BlockTable, "compute_slot_mapping")
+        monkeypatch.delattr(MultiGroupBlockTable, "compute_slot_mapping")
         with pytest.raises(UnsupportedError, match="compute_slot_mapping takes nothing"):
             compat.check_worker_side()
 

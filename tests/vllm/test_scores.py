@@ -18,7 +18,7 @@ from vtoken.config import VTokenConfig
 from vtoken.policies.base import ScoreKind
 from vtoken.policies.registry import BUILT_IN, policy_class
 from vtoken.vllm_plugin.decisions import prompt_hash
-from vtoken.vllm_plugin.scores import ScoreTrace
+from vtoken.vllm_plugin.score_files import ScoreTrace
 from vtoken.workloads.texts import TextCorpus, shipped_texts
 
 pytestmark = pytest.mark.vllm

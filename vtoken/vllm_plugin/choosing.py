@@ -1,32 +1,33 @@
 """Who is due at the head of a step, and which ids go: vLLM's requests meet the policies.
 
-Nothing changes here but plans; `SchedulerHooks` carries them out.
+Nothing changes here but plans; `SchedulerHooks` carries them out. Requests that can go through the
+step together are `vtoken.vllm_plugin.together`'s.
 """
 
 from __future__ import annotations
 
-from itertools import compress
-
 import numpy as np
 from vllm.v1.request import RequestStatus
 
-from vtoken.core.batch import ScoredIds, Tables
 from vtoken.core.budget import NEVER
 from vtoken.core.move_limit import MoveLimit, most_moves
 from vtoken.core.planner import RequestState
-from vtoken.core.table import NO_SLOTS
-from vtoken.policies.base import BatchView, ScoreKind
+from vtoken.policies.base import ScoreKind
 
 
 class VictimChooser:
-    """Part of SchedulerHooks; see the module's head."""
+    """Part of SchedulerHooks; see the module's head.
+
+    Attributes:
+        joins: whether evictions of several requests may be carried out together.
+    """
 
     def __init__(self, hooks) -> None:
         self.hooks = hooks
         self.scheduler, self.planner = hooks.scheduler, hooks.planner
         config = hooks.config
         # What the files follow is one request at a time; so are holes that stay.
-        self._joins = (
+        self.joins = (
             config.mode == "vtoken"
             and config.fragmentation_threshold == 0.0
             and config.evict_when == "always"
@@ -54,7 +55,7 @@ class VictimChooser:
                 and request.status is RequestStatus.RUNNING
             ):
                 due.append(request)
-        if len(due) > 1 and not self._joins:
+        if len(due) > 1 and not self.joins:
             # One by one, the order says who gets the blocks for copies, and what is logged first.
             found = {r.request_id for r in due}
             due = [r for r in self.scheduler.running if r.request_id in found]
@@ -62,6 +63,11 @@ class VictimChooser:
             self._limit.begin_step()
             due.sort(key=self._num_to_evict, reverse=True)  # who has waited longest goes first
         return due
+
+    @property
+    def limits_moves(self) -> bool:
+        """Whether evictions may be put off for the moves they take."""
+        return self._limit is not None
 
     # ---- the limit on moves ----------------------------------------------------------------
 
@@ -90,34 +96,6 @@ class VictimChooser:
         room = hooks.pool.get_num_free_blocks() - len(self.scheduler.running)
         return self._limit.take(num_moves, is_needed=room < hooks.pressure.low)
 
-    # ---- many requests at once -------------------------------------------------------------
-
-    def split(self, due: list) -> tuple[list, list]:
-        """Tell requests whose evictions can be carried out at once, together, from the others."""
-        if not self._joins:
-            return [], due
-        hooks, together, alone = self.hooks, [], []
-        states, sharing, caching = hooks.states, hooks.shares.sharing, hooks.caching
-        for request in due:
-            req_id = request.request_id
-            # More than one is due: a prompt's chunk, or output that is computed again.
-            known = request.num_tokens + request.num_output_placeholders
-            if (
-                known - request.num_computed_tokens > 1
-                or req_id in sharing
-                or states[req_id].budget is None
-                or (caching and self._has_foreign_blocks(req_id))
-            ):
-                alone.append(request)
-            else:
-                together.append(request)
-        return together, alone
-
-    def _has_foreign_blocks(self, req_id: str) -> bool:
-        """Whether a request holds blocks that are shared, or are to be copied out of."""
-        shares, blocks = self.hooks.shares, self.hooks.manager.req_to_blocks[req_id]
-        return shares.shared(blocks) is not None or shares.wants_copy(blocks)
-
     def goes_at_once(self, request) -> bool:
         """Whether a planned eviction is carried out at the head of the step.
 
@@ -127,106 +105,6 @@ class VictimChooser:
         """
         return (
             self.hooks.config.fragmentation_threshold == 0.0 and self.expected_tokens(request) == 1
-        )
-
-    def decide_together(self, requests: list) -> tuple[list[RequestState], np.ndarray, list[int]]:
-        """Victims of requests that `split` put together.
-
-        Returns:
-            (states, ids int[K], counts) of those that lose some, ids request by request.
-        """
-        hooks = self.hooks
-        states = [hooks.states[r.request_id] for r in requests]
-        batch, lengths = (
-            Tables([s.table for s in states]),
-            [r.num_computed_tokens for r in requests],
-        )
-        hooks.sync_all(batch, lengths)
-        budget = states[0].budget
-        if (
-            self._limit is None
-            and budget.policy.evict_many is not None
-            and all(s.budget is budget for s in states)
-        ):
-            return self._choose_together(requests, states, batch, lengths)
-        due = []
-        for request, state in zip(requests, states, strict=True):
-            num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)
-            if num_evict < state.budget.interval_tokens:
-                self.schedule_next(state, request.num_computed_tokens)
-            else:
-                due.append((request, state, num_evict))
-        for request, state, num_evict in due:
-            self.choose(request, state, num_evict, None)
-            self.limit_moves(request)
-        named = [(state, hooks.plans.pop(r.request_id, None)) for r, state, _ in due]
-        named = [(state, ids) for state, ids in named if ids is not None]
-        parts = [ids for _, ids in named]
-        counts = [len(ids) for ids in parts]
-        return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
-
-    def _choose_together(
-        self, requests: list, states: list[RequestState], batch: Tables, lengths: list[int]
-    ) -> tuple[list[RequestState], np.ndarray, list[int]]:
-        """Let the one policy of all these requests, none of which shares blocks, name victims."""
-        budget = states[0].budget
-        budgets = budget.all_tokens(lengths)
-        num_evict = [t.num_live_tokens - n for t, n in zip(batch.tables, budgets, strict=True)]
-        scored: list[ScoredIds] = []
-        ready = [n >= budget.interval_tokens for n in num_evict]
-        if self.needs_scores(states[0]):
-            self._find_reports(requests, states, ready, scored)
-        if not all(ready):
-            for state, length, n in zip(states, lengths, num_evict, strict=True):
-                if n < budget.interval_tokens:
-                    self.schedule_next(state, length)
-            states, lengths, budgets, num_evict = (
-                list(compress(part, ready)) for part in (states, lengths, budgets, num_evict)
-            )
-            if not states:
-                return [], NO_SLOTS, []
-            batch = Tables([s.table for s in states])
-        view = self._view(states, batch, lengths, budgets, num_evict, scored)
-        ids, counts = budget.policy.evict_many(view)
-        if 0 in counts:
-            states, counts = list(compress(states, counts)), [n for n in counts if n]
-        return states, ids, counts
-
-    def _find_reports(
-        self, requests: list, states: list[RequestState], ready: list[bool], scored: list
-    ) -> None:
-        """Put the scores of those who are ready into `scored`; who has none is not ready."""
-        find = self.hooks.reports.scored_ids
-        for e, request in enumerate(requests):
-            if not ready[e]:
-                continue
-            part = find(request.request_id, self.report_step(request))
-            if part is None:  # see `choose`
-                states[e].next_eviction_len = request.num_computed_tokens
-                ready[e] = False
-            else:
-                scored.append(part)
-
-    def _view(self, states, batch: Tables, lengths, budgets, num_evict, scored) -> BatchView:
-        ops, seed = batch.arena.ops, self.planner.settings.seed
-
-        def lowest_scored(first_ids, end_ids, sign):
-            return ops.lowest_scored(batch, scored, first_ids, end_ids, num_evict, sign)
-
-        def draw(num_candidates, counts):
-            parts = zip(states, lengths, strict=True)
-            entropy = [(seed, s.prompt_hash, n) for s, n in parts]  # as RequestView.rng
-            return ops.draw(entropy, num_candidates, counts)
-
-        return BatchView(
-            num_computed_tokens=lengths,
-            budget_tokens=budgets,
-            num_evict=num_evict,
-            oldest=batch.oldest,
-            lowest_scored=lowest_scored if scored else None,
-            count_below=batch.count_below,
-            at_ranks=batch.at_ranks,
-            draw=draw,
         )
 
     # ---- one request -----------------------------------------------------------------------

@@ -8,8 +8,8 @@ Called in this order in every step (DESIGN section 4):
     finalize       from _update_after_schedule: placement with the real token counts, StepPlan
     forget         request finished, aborted or preempted
 
-The work is in its parts: who is due and what goes (`choosing`), carrying it out (`eviction`),
-whose scores are asked for (`asking`), blocks of several requests (`sharing`), who is let in
+The work is in its parts: who is due and what goes (`choosing`, `together`), carrying it out
+(`eviction`), whose scores are asked for (`asking`), blocks of several requests (`sharing`), who is let in
 (`admission`), shortage (`pressure`), files (`run_log`).
 """
 
@@ -39,6 +39,7 @@ from vtoken.vllm_plugin.pressure import PressureControl
 from vtoken.vllm_plugin.run_log import RunLog
 from vtoken.vllm_plugin.scores import ReportBook, score_window
 from vtoken.vllm_plugin.sharing import SharedBlocks
+from vtoken.vllm_plugin.together import JointChooser
 
 
 class SchedulerHooks:
@@ -88,11 +89,9 @@ class SchedulerHooks:
         self.calendar = Calendar()
         self.budgets = RequestBudgets(self)
         self.shares = SharedBlocks(self)
-        self.chooser, self.evictor, self.asker = (
-            VictimChooser(self),
-            Evictor(self),
-            ReportAsker(self),
-        )
+        self.chooser = VictimChooser(self)
+        self.together = JointChooser(self, self.chooser)
+        self.evictor, self.asker = Evictor(self), ReportAsker(self)
         self.pressure = PressureControl(self)
         self.checker = None
         if config.hash_kv_every:
@@ -119,7 +118,7 @@ class SchedulerHooks:
         if not due:
             return
         start = time.perf_counter()
-        together, alone = self.chooser.split(due)
+        together, alone = self.together.split(due)
         for request in alone:
             self.chooser.decide(request, self.states[request.request_id])
             self.chooser.limit_moves(request)
@@ -129,7 +128,7 @@ class SchedulerHooks:
                 self.evictor.num_new_tokens = 1
                 self.evictor.execute(request.request_id, self.plans.pop(request.request_id))
         if together:
-            self.evictor.execute_batch(*self.chooser.decide_together(together))
+            self.evictor.execute_batch(*self.together.decide(together))
         self.counters.plan_s += time.perf_counter() - start
 
     def sync(self, state: RequestState, blocks, length: int) -> None:

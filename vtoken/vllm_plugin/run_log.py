@@ -20,7 +20,8 @@ from vtoken.vllm_plugin.decisions import (
     Track,
     decisions_header,
 )
-from vtoken.vllm_plugin.scores import ReportBook, ScoreRecorder, ScoreReport, score_window
+from vtoken.vllm_plugin.score_files import ScoreRecorder
+from vtoken.vllm_plugin.scores import ReportBook, ScoreReport, score_window
 
 DRY_MODEL_PREFIX = "vtoken-dry-"  # folder of a model that is not there
 

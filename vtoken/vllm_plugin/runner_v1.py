@@ -74,6 +74,7 @@ class VTokenRunnerV1Mixin:
         self.vtoken_config = config_of(vllm_config)
         self.vtoken_layouts = LayoutCache()
         self.vtoken_plan: StepPlan | None = None
+        self._vtoken_num_mappings = 0  # of this step
         self.vtoken_relocation_ns = 0  # spent on copies and not reported yet
 
     # ---- start-up --------------------------------------------------------------------------
@@ -109,6 +110,7 @@ class VTokenRunnerV1Mixin:
         stock = table.compute_slot_mapping
 
         def compute_slot_mapping(num_reqs, query_start_loc, positions):
+            self._vtoken_num_mappings += 1
             if self.vtoken_layouts.num_reclaimed:
                 positions = self._vtoken_use_physical_lengths(num_reqs, positions)
             stock(num_reqs, query_start_loc, positions)
@@ -170,8 +172,11 @@ class VTokenRunnerV1Mixin:
         raise NotImplementedError
 
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
+        self._vtoken_num_mappings = 0
         out = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if self.vtoken_config is not None:
+            # Lengths are made physical in that call: never or twice would corrupt what is read.
+            assert self._vtoken_num_mappings == 1, self._vtoken_num_mappings
             if self.vtoken_attention is not None:
                 self.vtoken_attention.begin_step(self, scheduler_output)
             if self.vtoken_checker is not None:
@@ -205,8 +210,9 @@ class VTokenRunnerV1Mixin:
         row_of, starts = batch.req_id_to_index, self.query_start_loc.np
         placed = [(int(starts[row_of[r]]), i) for r, i in new_index.items() if r in row_of]
         if placed:
-            at = torch.tensor(placed, device=index.device).T
-            index[at[0]] = at[1]
+            at = torch.tensor(placed, pin_memory=self.pin_memory)
+            at = at.to(index.device, non_blocking=True)
+            index[at[:, 0]] = at[:, 1]
         return index
 
     def sample_tokens(self, grammar_output):

@@ -7,6 +7,7 @@
 //   live      |----16----|--3--|          |----13----|        `live0` counts live tokens before
 //   tile      |<------------ up to 256 live tokens ------>|   one work item of a decode
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -146,10 +147,11 @@ static bool has_shared_blocks(const Plan& p) {
 static int make_plan(Plan& p, const PlanInput& in) {
   p.block_size = in.block_size;
   p.requests.reserve(in.num_requests);
-  std::size_t most = 0;
+  int64_t most = 0;
+  const int64_t longest = int64_t(in.table_width) * in.block_size;
   for (int i = 0; i < in.num_requests; i++)
-    if (in.seq_lens[i] > 0) most += std::size_t(in.seq_lens[i]) / kGroup + 1;
-  p.groups.reserve(most);
+    most += std::min(std::max<int64_t>(in.seq_lens[i], 0), longest) / kGroup + 1;
+  p.groups.reserve(std::size_t(most));
   for (int i = 0; i < in.num_requests; i++)
     if (int error = plan_request(p, in, i)) return error | i << 8;
   p.shared_slots = has_shared_blocks(p);

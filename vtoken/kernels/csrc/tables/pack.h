@@ -177,9 +177,9 @@ inline Code pack_one(Table& t, const Evicted& ev, int64_t num_new, PackScratch& 
   }
   const bool changed = ev.num_gone > 0 || ev.last != ev.num_blocks - 1;
   if (changed) {
-    row.for_each_part([&](int64_t begin, int64_t end, int64_t) {
-      std::iota(out.row_kept, out.row_kept + (end - begin), static_cast<int32_t>(begin));
-      out.row_kept += end - begin;
+    row.for_each_part([&](int64_t first, int64_t stop, int64_t) {
+      std::iota(out.row_kept, out.row_kept + (stop - first), static_cast<int32_t>(first));
+      out.row_kept += stop - first;
     });
     *out.row_kept++ = static_cast<int32_t>(ev.last);
   }

@@ -79,6 +79,7 @@ VT_API int64_t vtt_lowest_scored(const Arena* arena, int64_t E, const int64_t* r
   if (const int64_t code = first_invalid(*arena, E, rows)) return code;
   for (int64_t e = 0; e < E; e++) {
     const Table t(*arena, rows[e]);
+    if (first_ids[e] < 0) return failed(kBadRank, e);  // -1 stands for a hole
     if (!ids[e] && sizes[e] > t.n.physical) return failed(kBadSlot, e);
     out_counts[e] = pick_lowest(t, reinterpret_cast<const int32_t*>(ids[e]),
                                 reinterpret_cast<const float*>(scores[e]), sizes[e], first_ids[e],

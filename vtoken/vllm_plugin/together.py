@@ -1,0 +1,147 @@
+"""Victims of many requests in one step, named by one call of their policy.
+
+For requests that decode, share no block and fill all their holes at once: the steady state. What
+each of them needs on its own is in `vtoken.vllm_plugin.choosing`.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+
+import numpy as np
+
+from vtoken.core.batch import ScoredIds, Tables
+from vtoken.core.planner import RequestState
+from vtoken.core.table import NO_SLOTS
+from vtoken.policies.base import BatchView
+
+
+class JointChooser:
+    """Part of SchedulerHooks; see the module's head."""
+
+    def __init__(self, hooks, chooser) -> None:
+        self.hooks, self.chooser, self.planner = hooks, chooser, hooks.planner
+
+    def split(self, due: list) -> tuple[list, list]:
+        """Tell requests whose evictions can be carried out at once, together, from the others."""
+        if not self.chooser.joins:
+            return [], due
+        hooks, together, alone = self.hooks, [], []
+        states, sharing, caching = hooks.states, hooks.shares.sharing, hooks.caching
+        for request in due:
+            req_id = request.request_id
+            # More than one is due: a prompt's chunk, or output that is computed again.
+            known = request.num_tokens + request.num_output_placeholders
+            if (
+                known - request.num_computed_tokens > 1
+                or req_id in sharing
+                or states[req_id].budget is None
+                or (caching and self._has_foreign_blocks(req_id))
+            ):
+                alone.append(request)
+            else:
+                together.append(request)
+        return together, alone
+
+    def _has_foreign_blocks(self, req_id: str) -> bool:
+        """Whether a request holds blocks that are shared, or are to be copied out of."""
+        shares, blocks = self.hooks.shares, self.hooks.manager.req_to_blocks[req_id]
+        return shares.shared(blocks) is not None or shares.wants_copy(blocks)
+
+    def decide(self, requests: list) -> tuple[list[RequestState], np.ndarray, list[int]]:
+        """Victims of requests that `split` put together.
+
+        Returns:
+            (states, ids int[K], counts) of those that lose some, ids request by request.
+        """
+        hooks = self.hooks
+        states = [hooks.states[r.request_id] for r in requests]
+        lengths = [r.num_computed_tokens for r in requests]
+        batch = Tables([s.table for s in states])
+        hooks.sync_all(batch, lengths)
+        budget = states[0].budget
+        if (
+            not self.chooser.limits_moves
+            and budget.policy.evict_many is not None
+            and all(s.budget is budget for s in states)
+        ):
+            return self._choose_together(requests, states, batch, lengths)
+        due = []
+        for request, state in zip(requests, states, strict=True):
+            num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)
+            if num_evict < state.budget.interval_tokens:
+                self.chooser.schedule_next(state, request.num_computed_tokens)
+            else:
+                due.append((request, state, num_evict))
+        for request, state, num_evict in due:
+            self.chooser.choose(request, state, num_evict, None)
+            self.chooser.limit_moves(request)
+        named = [(state, hooks.plans.pop(r.request_id, None)) for r, state, _ in due]
+        named = [(state, ids) for state, ids in named if ids is not None]
+        parts = [ids for _, ids in named]
+        counts = [len(ids) for ids in parts]
+        return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
+
+    def _choose_together(
+        self, requests: list, states: list[RequestState], batch: Tables, lengths: list[int]
+    ) -> tuple[list[RequestState], np.ndarray, list[int]]:
+        """Let the one policy of all these requests, none of which shares blocks, name victims."""
+        budget = states[0].budget
+        budgets = budget.all_tokens(lengths)
+        num_evict = [t.num_live_tokens - n for t, n in zip(batch.tables, budgets, strict=True)]
+        scored: list[ScoredIds] = []
+        ready = [n >= budget.interval_tokens for n in num_evict]
+        if self.chooser.needs_scores(states[0]):
+            self._find_reports(requests, states, ready, scored)
+        if not all(ready):
+            for state, length, n in zip(states, lengths, num_evict, strict=True):
+                if n < budget.interval_tokens:
+                    self.chooser.schedule_next(state, length)
+            states, lengths, budgets, num_evict = (
+                list(compress(part, ready)) for part in (states, lengths, budgets, num_evict)
+            )
+            if not states:
+                return [], NO_SLOTS, []
+            batch = Tables([s.table for s in states])
+        view = self._view(states, batch, lengths, budgets, num_evict, scored)
+        ids, counts = budget.policy.evict_many(view)
+        if 0 in counts:
+            states, counts = list(compress(states, counts)), [n for n in counts if n]
+        return states, ids, counts
+
+    def _find_reports(
+        self, requests: list, states: list[RequestState], ready: list[bool], scored: list
+    ) -> None:
+        """Put the scores of those who are ready into `scored`; who has none is not ready."""
+        find = self.hooks.reports.scored_ids
+        for e, request in enumerate(requests):
+            if not ready[e]:
+                continue
+            part = find(request.request_id, self.chooser.report_step(request))
+            if part is None:  # see VictimChooser.choose
+                states[e].next_eviction_len = request.num_computed_tokens
+                ready[e] = False
+            else:
+                scored.append(part)
+
+    def _view(self, states, batch: Tables, lengths, budgets, num_evict, scored) -> BatchView:
+        ops, seed = batch.arena.ops, self.planner.settings.seed
+
+        def lowest_scored(first_ids, end_ids, sign):
+            return ops.lowest_scored(batch, scored, first_ids, end_ids, num_evict, sign)
+
+        def draw(num_candidates, counts):
+            parts = zip(states, lengths, strict=True)
+            entropy = [(seed, s.prompt_hash, n) for s, n in parts]  # as RequestView.rng
+            return ops.draw(entropy, num_candidates, counts)
+
+        return BatchView(
+            num_computed_tokens=lengths,
+            budget_tokens=budgets,
+            num_evict=num_evict,
+            oldest=batch.oldest,
+            lowest_scored=lowest_scored if scored else None,
+            count_below=batch.count_below,
+            at_ranks=batch.at_ranks,
+            draw=draw,
+        )
