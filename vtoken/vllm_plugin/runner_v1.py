@@ -12,6 +12,7 @@ from itertools import repeat
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vtoken.core.events import MASK_GIVEN, MASK_PACKED, StepPlan
 from vtoken.vllm_plugin import compat
@@ -202,7 +203,7 @@ class VTokenRunnerV1Mixin:
             return positions
         shift = torch.from_numpy(reclaimed)
         self.optimistic_seq_lens_cpu[:n] -= shift  # gives max_seq_len
-        shift = shift.to(self.seq_lens.device, non_blocking=True)
+        shift = async_tensor_h2d(shift, self.seq_lens.device)
         self.seq_lens[:n] -= shift
         if len(positions) > n:  # else every request has one token
             shift = shift[self.req_indices.gpu[: len(positions)]]
@@ -210,8 +211,7 @@ class VTokenRunnerV1Mixin:
         row_of, starts = batch.req_id_to_index, self.query_start_loc.np
         placed = [(int(starts[row_of[r]]), i) for r, i in new_index.items() if r in row_of]
         if placed:
-            at = torch.tensor(placed, pin_memory=self.pin_memory)
-            at = at.to(index.device, non_blocking=True)
+            at = async_tensor_h2d(placed, index.device)
             index[at[:, 0]] = at[:, 1]
         return index
 
