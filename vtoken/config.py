@@ -45,7 +45,8 @@ class VTokenConfig(BaseModel):
         fragmentation_threshold: hole fraction at which a request is compacted; 0: always packed.
         evict_when: `always`, or `pressure`: only while the pool runs short.
         relocation: `inline` is what exists.
-        low_watermark_frac: share of the pool below which compaction does not wait.
+        low_watermark_frac: share of the pool that is kept free: below it compaction does not wait,
+            and under `pressure` requests shrink until twice as much is free; admission leaves it.
         hash_kv_every: check I1/I2 with K/V hashes at every N-th relocation event; 0: never.
         seed: what policies' random draws depend on.
         trace: record every step's live ids (tests, verify).

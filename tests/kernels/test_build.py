@@ -13,7 +13,7 @@ from kernel_problems import needs_cpp
 
 import vtoken.kernels as package
 from vtoken.errors import ConfigError, UnsupportedError
-from vtoken.kernels import build
+from vtoken.kernels import build, tables
 
 REPO = Path(build.__file__).parents[2]
 
@@ -29,6 +29,7 @@ def cache(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(build, "SOURCE_DIR", source)
     monkeypatch.setattr(package, "_loaded", {})
+    monkeypatch.setattr(build, "_said", set())
     return tmp_path / "cache" / "kernels"
 
 
@@ -129,6 +130,9 @@ def test_without_a_compiler(cache, monkeypatch, caplog):
     assert kernels.name == "torch" and reason in kernels.why
     assert len([r for r in caplog.records if r.name == "vtoken.kernels"]) == 1
     package.load()
+    monkeypatch.setattr(tables, "_library", None)
+    monkeypatch.setattr(tables, "_why_not", None)
+    assert tables.load_ops().name == "numpy"
     assert len([r for r in caplog.records if r.name == "vtoken.kernels"]) == 1
 
 

@@ -37,6 +37,12 @@ RUNS = {
     "h2o": ({"policy": "h2o", "kv_budget_tokens": 14}, True, True),
     "tova": ({"policy": "tova", "eviction_ratio": 0.5}, True, False),
     "pressure": ({"policy": "random", "kv_budget_tokens": 14, "evict_when": "pressure"}, True, False),
+    "pressure-async": (
+        {"policy": "streaming-llm", "kv_budget_tokens": 14, "evict_when": "pressure"}, True, True,
+    ),
+    "pressure-h2o-async": (
+        {"policy": "h2o", "kv_budget_tokens": 14, "evict_when": "pressure"}, True, True,
+    ),
     "copy": ({"policy": "random", "kv_budget_tokens": 14, "shared_prefix": "copy"}, True, False),
 }  # fmt: skip
 

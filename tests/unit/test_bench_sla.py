@@ -118,6 +118,16 @@ def test_a_limit_that_nothing_meets_is_said() -> None:
     ]
 
 
+def test_a_mode_that_meets_the_limit_nowhere_is_said() -> None:
+    def table(mode: str, c: int) -> tuple[float, float]:
+        return 10.0 * c, 9000.0 if mode == "native" else 1000.0
+
+    scan, _ = _scan(table, slo_p95_e2el_ms=2000.0, repeats=1)
+    lines = sla.sentences(scan.rows())
+    assert lines[0].endswith(" blocks: native meets the limit at no concurrency.")
+    assert not any("naive meets" in line or "vtoken meets" in line for line in lines)
+
+
 def test_a_point_that_falls_out_gives_way_to_the_next() -> None:
     seen: dict = {}
 

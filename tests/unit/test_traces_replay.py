@@ -69,7 +69,10 @@ def test_reclaiming_ends_preemptions_and_the_trace_is_done_earlier():
     assert vtoken["duration"] < native["duration"]
     assert native["completed"] == vtoken["completed"] == 12
     assert all(row["modelled"] and row["vtoken_peak_blocks"] <= 60 for row in rows)
-    assert "times are modelled" in trace_sentence(rows, setup().plan)
+    said = trace_sentence(rows, setup().plan)
+    assert "times are modelled" in said
+    assert said.count("tokens dropped") == 1, "native drops none, so nothing is said of it"
+    assert f"{vtoken['vtoken_evicted_tokens']:,} tokens dropped" in said
 
 
 def test_times_are_in_order_and_idle_time_is_not_skipped():

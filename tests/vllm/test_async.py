@@ -55,6 +55,24 @@ def test_async_equals_sync(runs, name):
     assert any(len(s) < i for i, s in sets["r0"].items()) == (name != "indirection")
 
 
+@pytest.mark.parametrize("policy", ["h2o", "streaming-llm", "random"])
+def test_pressure_in_flight(policy, hf_model):
+    """Six requests in a pool for less than four; each token is what the reference says it is."""
+    config = VTokenConfig(
+        policy=policy,
+        kv_budget_tokens=48,
+        evict_when="pressure",
+        low_watermark_frac=0.0,
+        trace=True,
+    )
+    engine = engine_for(config, async_scheduling=True, max_num_batched_tokens=512, num_kv_blocks=30)
+    done = run(engine, prompts(6, length=50), 40)
+    needed = sum(-(-(len(f.prompt_token_ids) + 40) // 16) for f in done)
+    assert needed > 1.5 * 30, "no pressure"
+    assert engine.counters.preemptions == 0 < engine.counters.evicted_tokens
+    assert_equals_reference(engine, hf_model("tiny-llama"), done)
+
+
 def test_aborts_and_preemptions_in_flight(hf_model):
     """Requests leave while a step of theirs is on its way; the others are not disturbed."""
     engine = engine_for(CONFIGS["random"], async_scheduling=True, max_num_batched_tokens=512)

@@ -179,7 +179,7 @@ def test_replay_with_other_chunks(tmp_path, hf_model):
 
 @pytest.mark.parametrize("policy", [n for n in BUILT_IN if IS_SCORED[n]])
 def test_a_scored_policy_is_refused_where_no_scores_can_be_had(policy, monkeypatch):
-    from vtoken.vllm_plugin.cpu_attention import check_policy_supported
+    from vtoken.vllm_plugin.gpu_worker import check_gpu_supported
     from vtoken.vllm_plugin.support import check_config_supported
 
     engine = engine_for(VTokenConfig(policy="random"))
@@ -192,5 +192,5 @@ def test_a_scored_policy_is_refused_where_no_scores_can_be_had(policy, monkeypat
                 check_config_supported(engine.vllm_config, config, 16)
             check_config_supported(engine.vllm_config, VTokenConfig(policy="random"), 16)
     with pytest.raises(UnsupportedError, match=f"{policy}.*needs attention scores.*streaming-llm"):
-        check_policy_supported(config, 16)
-    check_policy_supported(VTokenConfig(policy="streaming-llm"), 16)
+        check_gpu_supported(config, 16)
+    check_gpu_supported(VTokenConfig(policy="streaming-llm"), 16)

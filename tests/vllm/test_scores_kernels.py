@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from one_engine import engine_for, live_sets, prompts, run, traces
 from test_deferred import check_reference
@@ -61,6 +67,50 @@ def test_prompts_run_in_one_pass_and_alike_where_they_take_two(policy, threshold
         sets.append({name: live_sets(e) for name, e in traces(engine).items()})
         tokens.append([f.output_token_ids for f in done])
     assert sets[0] == sets[1] and tokens[0] == tokens[1]
+
+
+WITHOUT_A_COMPILER = """
+import json
+from one_engine import engine_for, live_sets, prompts, run, traces
+from test_scores_kernels import _config
+for policy, threshold in {cases}:
+    engine = engine_for(_config(policy, threshold))
+    attention = engine.runner.vtoken_attention
+    assert (attention.kernels.name, engine.hooks.tables.arena.ops.name) == ("torch", "numpy")
+    done = run(engine, prompts(2), max_tokens=20)
+    sets = {{name: list(live_sets(e).values()) for name, e in traces(engine).items()}}
+    print("found", json.dumps([[f.output_token_ids for f in done], sets]))
+"""
+
+
+def test_without_a_compiler_an_engine_gives_the_same(tmp_path):
+    """A process that finds none: stock attention, torch scores, numpy tables, one line of log."""
+    _need("cpp")
+    cases = [("h2o", 0.0), ("random", 0.5)]
+    environment = {k: v for k, v in os.environ.items() if k != "CXX"} | {
+        "PATH": str(tmp_path), "VTOKEN_CACHE": str(tmp_path / "cache"), "HOME": str(Path.home()),
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_COMPILER.format(cases=cases)],
+        check=False, capture_output=True, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = [json.loads(x.split(" ", 1)[1]) for x in ended.stdout.splitlines() if "found" in x]
+    assert ended.stderr.count("no C++ compiler found") == 1
+    for (policy, threshold), (tokens, sets) in zip(cases, found, strict=True):
+        engine = engine_for(_config(policy, threshold), kernels="cpp")
+        done = run(engine, prompts(2), max_tokens=20)
+        assert tokens == [f.output_token_ids for f in done]
+        ours = {name: list(live_sets(e).values()) for name, e in traces(engine).items()}
+        assert sets == json.loads(json.dumps(ours))
+
+
+@pytest.mark.parametrize("policy, threshold", [("h2o", 0.0), ("snapkv", 0.5), ("random", 0.5)])
+def test_blocks_of_32_are_that_of_the_masked_reference(policy, threshold, hf_model):
+    engine = engine_for(_config(policy, threshold), block_size=32, num_kv_blocks=80)
+    check_reference(hf_model("tiny-llama"), run(engine, prompts(2), max_tokens=40), engine)
+    assert engine.counters.evicted_tokens > 0
 
 
 def test_the_environment_chooses(monkeypatch):

@@ -233,8 +233,9 @@ def trace_sentence(rows: Sequence[dict[str, object]], plan: MemoryPlan) -> str:
     """What the replay says, in one sentence."""
     parts = [
         f"{row['mode']} at most {row['peak_residents']:,} resident, "
-        f"{row['vtoken_preemptions']:,} preemptions, p95 queueing "
-        f"{row.get('p95_queue_ms', 0) / 1000:,.1f} s"
+        f"{row['vtoken_preemptions']:,} preemptions, "
+        + (f"{row['vtoken_evicted_tokens']:,} tokens dropped, " if _drops(row) else "")
+        + f"p95 queueing {row.get('p95_queue_ms', 0) / 1000:,.1f} s"
         + (f", {row['rejected']:,} rejected" if row["rejected"] else "")
         for row in rows
     ]
@@ -242,3 +243,8 @@ def trace_sentence(rows: Sequence[dict[str, object]], plan: MemoryPlan) -> str:
         f"{rows[0]['num_requests']:,} requests of {rows[0]['workload']} on {rows[0]['replicas']} x "
         f"{plan.device.name}: {'; '.join(parts)}; times are modelled."
     )
+
+
+def _drops(row: dict[str, object]) -> bool:
+    """Whether a row's mode drops tokens, and they were counted."""
+    return row["mode"] in ("naive", "vtoken") and "vtoken_evicted_tokens" in row

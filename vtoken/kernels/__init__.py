@@ -20,7 +20,7 @@ import os
 
 from vtoken.errors import ConfigError, UnsupportedError, nearest
 from vtoken.kernels.base import Kernels, Plan, pack_mask, unpack_mask
-from vtoken.kernels.build import available
+from vtoken.kernels.build import available, say_once
 from vtoken.kernels.fallback import TorchKernels
 from vtoken.kernels.layout import KVLayout, check_supported, probe_layout
 
@@ -86,9 +86,7 @@ def _choose(choice: str, option: str) -> Kernels:
         return kernels
     if choice == "cpp":
         raise UnsupportedError(option, choice, f"{reason}; torch works without")
-    logger.warning(
-        "C++ kernels not used: %s. Attention with holes and scores run on torch.", reason
-    )
+    say_once(reason, "Attention with holes and scores run on torch, without the C++ kernels")
     return TorchKernels(f"torch, because: {reason}")
 
 

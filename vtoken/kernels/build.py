@@ -9,6 +9,7 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -80,6 +81,13 @@ def available() -> tuple[bool, str]:
     if compiler is None:
         return False, "no C++ compiler found (set CXX, or install g++)"
     return True, f"{variants[0]}, {compiler}"
+
+
+def say_once(reason: str, message: str) -> None:
+    """Warn of what does not run compiled; once for a reason, however much it concerns."""
+    if reason not in _said:
+        _said.add(reason)
+        logger.warning("%s: %s", message, reason)
 
 
 def cache_dir() -> Path:
@@ -219,6 +227,8 @@ def _writable(folder: Path) -> Path:
     return Path(_fallback_dir.name)
 
 
+logger = logging.getLogger("vtoken.kernels")
+_said: set[str] = set()
 _fallback_dir: tempfile.TemporaryDirectory | None = None
 
 

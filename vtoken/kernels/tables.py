@@ -12,7 +12,6 @@ each request, and numpy only for what there is one of for each token.
 from __future__ import annotations
 
 import ctypes
-import logging
 from array import array
 from collections.abc import Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
@@ -25,8 +24,6 @@ from vtoken.core.batch import BatchOps, Eviction, Packed, ScoredIds, Tables
 from vtoken.core.batch_numpy import NumpyOps
 from vtoken.core.events import BatchSteps
 from vtoken.kernels import build
-
-logger = logging.getLogger("vtoken.kernels")
 
 NEEDS_ROOM, NEEDS_SPACE = 1, 2
 ERRORS = {
@@ -111,7 +108,7 @@ def load_ops() -> BatchOps:
             _library = _declare(build.load_library("tables"))
         except (build.BuildError, ImportError) as error:  # no fcntl, outside of Unix
             _why_not = str(error)
-            logger.warning("The scheduler's bookkeeping runs in numpy: %s", _why_not)
+            build.say_once(_why_not, "The scheduler's bookkeeping runs in numpy")
     return NumpyOps() if _library is None else CompiledOps(_library)
 
 

@@ -1,4 +1,4 @@
-"""Whose scores to ask the workers for in a step, so that they are here when a decision needs them."""
+"""Whose scores to ask the workers for in a step, so that they are here when they are needed."""
 
 from __future__ import annotations
 

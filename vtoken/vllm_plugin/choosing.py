@@ -1,7 +1,8 @@
 """Who is due at the head of a step, and which ids go: vLLM's requests meet the policies.
 
-Nothing changes here but plans; `SchedulerHooks` carries them out. Requests that can go through the
-step together are `vtoken.vllm_plugin.together`'s.
+No table or block changes here, only plans and when a request is looked at next; `SchedulerHooks`
+carries the plans out. Requests that can go through the step together are
+`vtoken.vllm_plugin.together`'s.
 """
 
 from __future__ import annotations

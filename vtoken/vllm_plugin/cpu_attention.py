@@ -5,9 +5,10 @@ for the whole batch, what each layer's forward does:
 
     stock      vLLM's kernel, untouched: no holes, no scores wanted, and ours is not chosen
     all ours   one pass of our kernel gives output and scores: where it was compiled and the mode
-               evicts (it measures faster than vLLM's), or every request decodes
-    mixed      some requests prefill, and ours is not chosen for those: vLLM's kernel runs the
-               batch, then ours does over the requests with holes, and adds the scores of the rest
+               evicts (it measures faster than vLLM's)
+    mixed      ours is not chosen (no compiler, or prompts where vLLM has matrix tiles): vLLM's
+               kernel runs the batch, then ours does over the requests with holes, and adds the
+               scores of the rest
 
 Legend: R requests, T query rows, S slots of the pool.
 """
@@ -186,7 +187,7 @@ class CPUAttention:
         self.work = work = StepWork()
         arrays = _BatchArrays(runner, n, starts, holed, masks)
         counted = counted_queries(self.kind, self.score_queries)
-        if all_decode or ours:
+        if ours:
             work.replaces_stock = True
             work.plan = arrays.plan(self, None, counted)[0]
             return
@@ -322,13 +323,3 @@ class _BatchArrays:
             score_queries=counted,
         )
         return plan, torch.from_numpy(rows)
-
-
-def check_policy_supported(config, block_size: int) -> None:
-    """Refuse a scored policy where no scores can be had."""
-    if config.evicts and config.make_policy(block_size).score_kind is not ScoreKind.NONE:
-        raise UnsupportedError(
-            "--policy", config.policy,
-            "needs attention scores, which this device's attention does not give; "
-            "streaming-llm, sliding-window and random need none",
-        )  # fmt: skip

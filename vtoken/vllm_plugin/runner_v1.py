@@ -40,7 +40,6 @@ class LayoutCache:
         self.num_reclaimed: dict[str, int] = {}
         self.masks: dict[str, np.ndarray] = {}
         self.new_token_index: dict[str, int] = {}
-        self.num_rebuilds = 0
 
     def forget(self, req_id: str) -> None:
         self.num_reclaimed.pop(req_id, None)
@@ -55,7 +54,6 @@ class LayoutCache:
                 self.masks.pop(req_id, None)
             elif kind == MASK_GIVEN:
                 self.masks[req_id] = plan.mask_of(r).copy()
-                self.num_rebuilds += 1
             if index >= 0:
                 self.new_token_index[req_id] = index
                 mask = self.masks.get(req_id)

@@ -4,7 +4,8 @@ The scheduler asks for a request's scores in step s and knows, with the question
 sat at each physical index in that step: the table says so until the request's layout changes, and
 before it does the ids are copied out. The worker answers with one float32 per physical index.
 Together they are scores tagged by logical id, whatever has moved since. A decision in step s + 2
-uses exactly the report of step s, under synchronous and asynchronous scheduling alike. A token
+uses exactly the report of step s, under synchronous and asynchronous scheduling alike (a prompt whose
+chunk had to wait uses its last chunk's: nothing attended since). A token
 that the report does not know (it is younger) has no score, and is not evictable yet.
 
 What a score is made of (`score_window` says it for results):

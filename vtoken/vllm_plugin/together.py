@@ -1,4 +1,4 @@
-"""Victims of many requests in one step, named by one call of their policy.
+"""Victims of many requests in one step, named by one call of their policy where it can do that.
 
 For requests that decode, share no block and fill all their holes at once: the steady state. What
 each of them needs on its own is in `vtoken.vllm_plugin.choosing`.

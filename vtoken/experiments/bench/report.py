@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from vtoken.experiments.bench.show import COLUMNS, cell, closing_lines
+from vtoken.experiments.bench.show import COLUMNS, cell, ending_lines
 from vtoken.experiments.bench.suites import BenchResult, suite_module
 from vtoken.experiments.results import (
     collect_environment,
@@ -116,8 +116,7 @@ def make_html(result: BenchResult, report: Mapping[str, object], plots: Sequence
         parts.append(_paragraphs(suite.notes))
         parts += [_image(path) for path in plots if path.name.startswith(f"{name}_")]
         parts.append(_table(name, suite.rows))
-    if result.interrupted or result.num_resumed:
-        parts.append(_paragraphs(closing_lines(result)[-2:]))
+    parts.append(_paragraphs(ending_lines(result)))
     return "\n".join([*parts, "</body></html>\n"])
 
 

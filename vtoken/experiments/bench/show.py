@@ -147,9 +147,13 @@ def cell(row: Row, column: Column) -> str:
 
 def closing_lines(result: BenchResult) -> list[str]:
     """Notes and advice of all suites, and how the benchmark ended."""
+    said = [line for suite in result.suites.values() for line in suite.notes + suite.advice]
+    return said + ending_lines(result)
+
+
+def ending_lines(result: BenchResult) -> list[str]:
+    """What holds for all suites: runs that evicted nothing, and how the benchmark ended."""
     lines = []
-    for suite in result.suites.values():
-        lines += suite.notes + suite.advice
     evicted_nothing = [
         f"{row['mode']}, {row['policy']} on {row['workload']}"
         for suite in result.suites.values()

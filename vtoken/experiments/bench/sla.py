@@ -295,6 +295,16 @@ def sentences(rows: list[dict[str, object]]) -> list[str]:
             f"Nothing meets the limit of {listed} ms on p95 latency, in any mode and pool."
         )
         return lines
+    met: dict[tuple, bool] = {}
+    for row in rows:
+        policy = "" if row["mode"] == "native" else f" {row['policy']}"
+        what = (row["workload"], row["mode"] + policy, row["pool_blocks"])
+        met[what] = met.get(what, False) or row["feasible"]
+    lines += [
+        f"{workload}, {blocks:,} blocks: {mode} meets the limit at no concurrency."
+        for (workload, mode, blocks), is_met in met.items()
+        if not is_met
+    ]
     for row in rows:
         if row["mode"] != "vtoken" or not row["is_selected"]:
             continue

@@ -1,9 +1,8 @@
 // What a step does to the tables of many requests: BatchOps (vtoken/core/batch.py) on the arrays
-// of an arena, one call for each. No vectors, no threads, no torch: any C++17 compiler will do.
+// of an arena, one call for each. No SIMD, no threads, no torch: any C++17 compiler will do.
 //
-// Nothing is written before all requests of a call have been looked at, so kNeedsRoom and
-// kNeedsSpace can be answered by making room and calling again. Every other code is a bug on our
-// side; the caller stops there.
+// kNeedsRoom and kNeedsSpace are found out before anything is written, so they can be answered by
+// making room and calling again. Every other code is a bug on our side; the caller stops there.
 
 #include "arena.h"
 #include "draw.h"
