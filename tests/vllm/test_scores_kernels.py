@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from one_engine import engine_for, live_sets, prompts, run, traces
@@ -69,8 +68,11 @@ def test_prompts_run_in_one_pass_and_alike_where_they_take_two(policy, threshold
     assert sets[0] == sets[1] and tokens[0] == tokens[1]
 
 
+# Hidden from us alone: torch, which vLLM lets compile some functions, cannot do without one.
 WITHOUT_A_COMPILER = """
 import json
+from vtoken.kernels import build
+build.find_compiler = lambda: None
 from one_engine import engine_for, live_sets, prompts, run, traces
 from test_scores_kernels import _config
 for policy, threshold in {cases}:
@@ -87,16 +89,16 @@ def test_without_a_compiler_an_engine_gives_the_same(tmp_path):
     """A process that finds none: stock attention, torch scores, numpy tables, one line of log."""
     _need("cpp")
     cases = [("h2o", 0.0), ("random", 0.5)]
-    environment = {k: v for k, v in os.environ.items() if k != "CXX"} | {
-        "PATH": str(tmp_path), "VTOKEN_CACHE": str(tmp_path / "cache"), "HOME": str(Path.home()),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    environment = os.environ | {
+        "VTOKEN_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }  # fmt: skip
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT_A_COMPILER.format(cases=cases)],
         check=False, capture_output=True, text=True, env=environment, timeout=300,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
-    found = [json.loads(x.split(" ", 1)[1]) for x in ended.stdout.splitlines() if "found" in x]
+    lines = [x.split(" ", 1) for x in ended.stdout.splitlines()]
+    found = [json.loads(line[1]) for line in lines if line[0] == "found"]
     assert ended.stderr.count("no C++ compiler found") == 1
     for (policy, threshold), (tokens, sets) in zip(cases, found, strict=True):
         engine = engine_for(_config(policy, threshold), kernels="cpp")
