@@ -59,7 +59,8 @@ def fault(name: str, check: str, **attributes):
 
 @contextmanager
 def replaced(owner, name: str, new) -> Iterator[None]:
-    """Put another function in the place of a method of one object."""
+    """Put something else in the place of a method or attribute that an object has."""
+    assert hasattr(owner, name), f"{type(owner).__name__} has no {name}: the fault would do nothing"
     missing = object()
     before = owner.__dict__.get(name, missing)
     setattr(owner, name, new)

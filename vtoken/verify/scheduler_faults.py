@@ -13,7 +13,7 @@ from vtoken.verify.fault_base import HOLES, fault, replaced
 
 def _one_by_one(engine):
     """Take evictions through the planner of single requests, where the fault is."""
-    return replaced(engine.hooks.chooser, "_joins", False)
+    return replaced(engine.hooks.chooser, "joins", False)
 
 
 @contextmanager
