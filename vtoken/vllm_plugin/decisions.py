@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vtoken.errors import ConfigError
+from vtoken.vllm_plugin.line_file import LineFile
 
 SCHEMA = "vtoken-decisions/1"
 RECORD, REPLAY = "--record-decisions", "--replay-decisions"
@@ -105,20 +106,15 @@ def decisions_header(config, budget, *, model: str, block_size: int) -> dict:
     }
 
 
-class DecisionRecorder:
-    """Writes decisions to a file; lines wait in memory until `flush`.
+class DecisionRecorder(LineFile):
+    """Writes decisions to a file, one JSON line each.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: str, header: dict) -> None:
-        self.path = Path(path)
-        self._lines: list[str] = []
-        try:
-            self.path.write_text(json.dumps(header) + "\n")
-        except OSError as error:
-            raise ConfigError(RECORD, path, f"a file to write ({error.strerror})") from None
+        super().__init__(RECORD, path, header)
 
     def died(self, key: RequestKey, num_preemptions: int, length: int, ids: np.ndarray) -> None:
         """Ids were evicted when this many tokens were computed."""
@@ -129,15 +125,7 @@ class DecisionRecorder:
         self._add(key, num_preemptions, length, end=how)
 
     def _add(self, key: RequestKey, num_preemptions: int, length: int, **what) -> None:
-        line = {**key._asdict(), "preemptions": num_preemptions, "length": length, **what}
-        self._lines.append(json.dumps(line))
-
-    def flush(self) -> None:
-        """Append the waiting lines to the file."""
-        if self._lines:
-            with self.path.open("a") as file:
-                file.write("\n".join(self._lines) + "\n")
-            self._lines.clear()
+        self.append({**key._asdict(), "preemptions": num_preemptions, "length": length, **what})
 
 
 @dataclass(slots=True)

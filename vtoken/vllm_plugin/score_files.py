@@ -17,13 +17,14 @@ import numpy as np
 from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
 from vtoken.vllm_plugin.decisions import RequestKey, prompt_hash
+from vtoken.vllm_plugin.line_file import LineFile
 
 SCHEMA = "vtoken-scores/1"
 RECORD = "--record-scores"
 
 
-class ScoreRecorder:
-    """Writes reports to a file, one JSON line each; lines wait in memory until `flush`.
+class ScoreRecorder(LineFile):
+    """Writes reports to a file, one JSON line each.
 
     A line has the request's key, the logical length after the step that made the scores, and two
     packed arrays by ascending id: the steps from id to id (int32, deflated) and the scores
@@ -34,12 +35,7 @@ class ScoreRecorder:
     """
 
     def __init__(self, path: str, header: dict) -> None:
-        self.path = Path(path)
-        self._lines: list[str] = []
-        try:
-            self.path.write_text(json.dumps({**header, "schema": SCHEMA}) + "\n")
-        except OSError as error:
-            raise ConfigError(RECORD, path, f"a file to write ({error.strerror})") from None
+        super().__init__(RECORD, path, {**header, "schema": SCHEMA})
 
     def add(
         self, key: RequestKey, num_preemptions: int, ids: np.ndarray, scores: np.ndarray
@@ -60,14 +56,7 @@ class ScoreRecorder:
             "id_steps": _pack(np.diff(ids, prepend=np.int32(-1)).astype(np.int32), deflate=True),
             "scores": _pack(scores[live].astype(np.float32)),
         }
-        self._lines.append(json.dumps(line))
-
-    def flush(self) -> None:
-        """Append the waiting lines to the file."""
-        if self._lines:
-            with self.path.open("a") as file:
-                file.write("\n".join(self._lines) + "\n")
-            self._lines.clear()
+        self.append(line)
 
 
 class ScoreTrace:
