@@ -18,7 +18,11 @@ from vtoken.policies.registry import make_policy
 
 Mode = Literal["native", "indirection", "naive", "vtoken"]
 
-OPTION_NAMES = {"eviction_interval_tokens": "--eviction-interval", "policy_args": "policy_args"}
+OPTION_NAMES = {
+    "eviction_interval_tokens": "--eviction-interval",
+    "low_watermark_frac": "--low-watermark",
+    "policy_args": "policy_args",
+}
 
 
 def option_name(key: str) -> str:

@@ -112,6 +112,8 @@ VTOKEN = (
         help="Hole fraction at which a request is compacted."),
     Opt("evict_when", parse=choice("always", "pressure"), metavar="always|pressure",
         default="always", help="Drop tokens always, or only while the pool runs short."),
+    Opt("low_watermark_frac", "--low-watermark", parse=number, metavar="SHARE", default="0.02",
+        help="Share of the pool that is kept free: below it memory counts as short."),
     Opt("relocation", metavar="inline|async|sync", default="inline",
         help="Where copies run: in the same step, on a stream of their own, or forced."),
     Opt("hash_kv", switch=True, help="Check K/V hashes at every relocation."),

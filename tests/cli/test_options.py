@@ -67,6 +67,7 @@ VALUES = [
     ("vtoken", "--max-moves-per-step", "9", "max_moves_per_step", 9),
     ("vtoken", "--fragmentation-threshold", "0.1", "fragmentation_threshold", 0.1),
     ("vtoken", "--evict-when", "pressure", "evict_when", "pressure"),
+    ("vtoken", "--low-watermark", "0.1", "low_watermark_frac", 0.1),
     ("vtoken", "--relocation", "inline", "relocation", "inline"),
     ("vtoken", "--hash-kv-every", "5", "hash_kv_every", 5),
     ("vtoken", "--seed", "3", "seed", 3),

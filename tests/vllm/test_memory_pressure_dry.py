@@ -92,6 +92,41 @@ def test_under_pressure_nobody_is_preempted_and_less_is_dropped_than_always():
     assert elastic.stats.peak_running == 16
 
 
+def first_eviction(low_watermark_frac: float, num_blocks: int = 60) -> tuple[int, int]:
+    """(free blocks before the step of the first eviction, tokens evicted in all)."""
+    settings = ELASTIC | {"low_watermark_frac": low_watermark_frac}
+    pool = DrySettings(num_kv_blocks=num_blocks, block_size=32, max_model_len=512, max_num_seqs=4)
+    engine = DryEngine(pool, VTokenConfig.from_mapping(settings))
+    for request in requests(4, output_len=300):
+        engine.add(request.request_id, request.prompt_token_ids, request.output_len)
+    free_then = -1
+    while engine.has_unfinished():
+        free = engine.hooks.pool.get_num_free_blocks()
+        engine.step()
+        if free_then < 0 and engine.counters.evicted_tokens:
+            free_then = free
+    assert engine.check_idle() == [] and engine.counters.preemptions == 0
+    return free_then, engine.counters.evicted_tokens
+
+
+def test_reclaiming_starts_at_the_low_watermark_and_not_before():
+    """Four requests of up to 450 tokens want 54 of 60 blocks: only a watermark is ever in reach."""
+    assert first_eviction(0.0) == (-1, 0)
+    (few_free, few), (many_free, many) = first_eviction(0.2), first_eviction(0.4)
+    # A request takes a block at most in a step: 12 and 24 blocks are to be left after it.
+    assert 12 <= few_free < 12 + 4 and 24 <= many_free < 24 + 4
+    assert 0 < few < many
+
+
+def test_a_high_low_watermark_keeps_requests_out():
+    """Projected peaks are charged to what is above the mark: two fit beside it, four without."""
+    peaks = {}
+    for frac in (0.0, 0.5):
+        settings = {"policy": "random", "kv_budget_tokens": 128, "low_watermark_frac": frac}
+        peaks[frac] = run(24, settings, count=4).stats.peak_running
+    assert peaks[0.0] == 4 and peaks[0.5] == 2
+
+
 def crowd(num_blocks: int, policy: str, seed: int, evict_when: str, longest: int = 220) -> int:
     """Preemptions of a crowd of short and long requests, some of them with a common prefix."""
     rng = np.random.default_rng(seed)

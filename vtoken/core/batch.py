@@ -77,6 +77,7 @@ class Eviction:
         gone: row positions that go, ascending, by request.
         last: ints[E], old position of the new row's last block; the others that stay keep their
             order.
+        num_evicted: ints[E], ids that each has lost so far, these ones counted.
         holes: int32[K], local slots of the victims, ragged with `counts`: ints[E].
     """
 
@@ -84,17 +85,20 @@ class Eviction:
     num_keep: list[int]
     gone: list[list[int]]
     last: list[int]
+    num_evicted: list[int]
     holes: np.ndarray
     counts: list[int]
 
     def only(self, stays: Sequence[bool]) -> Eviction:
         """The part of some requests: bools[E]."""
         of_tokens = np.array(stays).repeat(self.counts)
-        blocks, keep, gone, last, counts = (
+        *lists, counts = (
             list(compress(part, stays))
-            for part in (self.num_blocks, self.num_keep, self.gone, self.last, self.counts)
-        )
-        return Eviction(blocks, keep, gone, last, self.holes[of_tokens], counts)
+            for part in (
+                self.num_blocks, self.num_keep, self.gone, self.last, self.num_evicted, self.counts
+            )
+        )  # fmt: skip
+        return Eviction(*lists, self.holes[of_tokens], counts)
 
 
 @dataclass(slots=True)

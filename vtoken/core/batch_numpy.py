@@ -141,7 +141,10 @@ class NumpyOps:
         needed = -(-(batch.number("num_live_tokens") + num_new) // batch.block_size)
         num_keep = np.minimum(num_blocks, needed)
         gone, last = _choose(batch, num_keep, holes, owner)
-        return Eviction(num_blocks.tolist(), num_keep.tolist(), gone, last, holes, counts)
+        evicted = batch.number("num_computed_tokens") - batch.number("num_live_tokens")
+        return Eviction(
+            num_blocks.tolist(), num_keep.tolist(), gone, last, evicted.tolist(), holes, counts
+        )
 
     @staticmethod
     def _evict(batch: Tables, ids: np.ndarray, counts: np.ndarray) -> tuple:

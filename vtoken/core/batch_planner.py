@@ -22,21 +22,19 @@ class BatchEvent:
     """What `execute_batch` did and `finalize_batch` goes on with.
 
     Attributes:
-        states: E requests, whose ids are `req_ids`.
+        states: E requests.
+        batch: their tables.
         eviction: what died, and which blocks stay.
-        num_evicted: ids that each has lost so far, these ones counted.
     """
 
-    states: list[RequestState]
-    req_ids: list[str]
+    states: Sequence[RequestState]
+    batch: Tables
     eviction: Eviction
-    num_evicted: list[int]
 
     def only(self, stays: Sequence[bool]) -> BatchEvent:
         """The event of some requests: bool[E]."""
-        parts = (self.states, self.req_ids, self.num_evicted)
-        states, req_ids, num_evicted = (list(compress(part, stays)) for part in parts)
-        return BatchEvent(states, req_ids, self.eviction.only(stays), num_evicted)
+        states = list(compress(self.states, stays))
+        return BatchEvent(states, Tables([s.table for s in states]), self.eviction.only(stays))
 
     def rewritten(self) -> tuple[list[int], list[int]]:
         """(request, old row position) of blocks that stay and will be written into."""
@@ -76,8 +74,7 @@ def execute_batch(
     counters.dropped_blocks += sum(eviction.num_blocks) - sum(eviction.num_keep)
     for state in states:
         state.executed = state.packs = True
-    num_evicted = [t.num_computed_tokens - t.num_live_tokens for t in batch.tables]
-    return BatchEvent(list(states), [t.req_id for t in batch.tables], eviction, num_evicted)
+    return BatchEvent(states, batch, eviction)
 
 
 def finalize_batch(
@@ -96,8 +93,7 @@ def finalize_batch(
     Returns:
         (steps, num_moved ints[E]).
     """
-    states, eviction = event.states, event.eviction
-    batch = Tables([s.table for s in states])
+    states, batch, eviction = event.states, event.batch, event.eviction
     packed = batch.arena.ops.pack(batch, eviction, num_new)
     if any(packed.num_appended):
         for e, count in enumerate(packed.num_appended):

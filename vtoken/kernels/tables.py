@@ -116,7 +116,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Let integers go through as pointers and int64."""
     for name, num_args in (
         ("sync", 6), ("oldest", 8), ("lowest_scored", 12), ("count_below", 5), ("at_ranks", 6),
-        ("draw", 5), ("execute", 12), ("pack", 19),
+        ("draw", 5), ("execute", 13), ("pack", 19),
     ):  # fmt: skip
         function = getattr(library, f"vtt_{name}")
         function.restype = c_int64
@@ -285,23 +285,27 @@ class CompiledOps(NumpyOps):
         E, K, sizes = len(batch), len(ids), array("q", counts)
         assert sum(counts) == K and len(counts) == E
         victims, holes = self._ids.put(ids), self._holes.room(K)
-        out = self._of_rows.room(3 * E)
+        out = self._of_rows.room(4 * E)
         while True:  # at most once more: then the blocks of all rows fit
             code = self._library.vtt_execute(
                 self._pointer, E, _address(batch.rows), _address(sizes), victims, num_new,
-                len(self._gone.array), out, out + 8 * E, out + 16 * E, holes, self._gone.address,
+                len(self._gone.array), out, out + 8 * E, out + 16 * E, out + 24 * E, holes,
+                self._gone.address,
             )  # fmt: skip
             if code != NEEDS_SPACE:
                 break
             self._gone.room(sum(t.num_blocks for t in batch.tables))
         self._check(code, batch)
-        found = self._of_rows.ints(3 * E)
-        num_blocks, num_keep, last = found[:E], found[E : 2 * E], found[2 * E :]
+        found = self._of_rows.ints(4 * E)
+        num_blocks, num_keep = found[:E], found[E : 2 * E]
+        last, num_evicted = found[2 * E : 3 * E], found[3 * E :]
         gone, first = [], 0
         for size, keep in zip(num_blocks, num_keep, strict=True):
             gone.append(self._gone.view[first : first + size - keep].tolist())
             first += size - keep
-        return Eviction(num_blocks, num_keep, gone, last, self._holes.take(K), list(counts))
+        return Eviction(
+            num_blocks, num_keep, gone, last, num_evicted, self._holes.take(K), list(counts)
+        )
 
     def pack(self, batch: Tables, eviction: Eviction, num_new: list[int]) -> Packed:
         E = len(batch)

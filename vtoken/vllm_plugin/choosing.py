@@ -12,8 +12,8 @@ from vllm.v1.request import RequestStatus
 
 from vtoken.core.budget import NEVER
 from vtoken.core.move_limit import MoveLimit, most_moves
-from vtoken.core.planner import RequestState
 from vtoken.policies.base import ScoreKind
+from vtoken.vllm_plugin.running import Running
 
 
 class VictimChooser:
@@ -39,27 +39,29 @@ class VictimChooser:
         if config.max_moves_per_step is not None and config.mode == "vtoken" and not replays:
             self._limit = MoveLimit(config.max_moves_per_step)
 
-    def due(self) -> list:
+    def due(self) -> list[Running]:
         """Running requests that lose tokens now or whose shared blocks must be looked at."""
         hooks = self.hooks
         hooks.calendar.open(hooks.step_seq)
         if not hooks.calendar.watched:
             return []
-        requests, states, sharing = self.scheduler.requests, hooks.states, hooks.shares.sharing
+        states, sharing = hooks.states, hooks.shares.sharing
         due = []
         for req_id in hooks.calendar.watched:
-            state, request = states[req_id], requests[req_id]
+            state = states[req_id]
+            request = state.request
             # Where it shrank under pressure its blocks do not match its table until finalize.
             if (
                 not state.executed
                 and (request.num_computed_tokens >= state.next_eviction_len or req_id in sharing)
                 and request.status is RequestStatus.RUNNING
             ):
-                due.append(request)
+                due.append(state)
         if len(due) > 1 and not self.joins:
             # One by one, the order says who gets the blocks for copies, and what is logged first.
-            found = {r.request_id for r in due}
-            due = [r for r in self.scheduler.running if r.request_id in found]
+            found = {s.table.req_id for s in due}
+            running = [r.request_id for r in self.scheduler.running]
+            due = [states[req_id] for req_id in running if req_id in found]
         if self._limit is not None:
             self._limit.begin_step()
             due.sort(key=self._num_to_evict, reverse=True)  # who has waited longest goes first
@@ -72,11 +74,10 @@ class VictimChooser:
 
     # ---- the limit on moves ----------------------------------------------------------------
 
-    def _num_to_evict(self, request) -> int:
-        state = self.hooks.states[request.request_id]
+    def _num_to_evict(self, state: Running) -> int:
         if state.budget is None:
             return 0
-        return self.planner.num_to_evict(state, request.num_computed_tokens)
+        return self.planner.num_to_evict(state, state.request.num_computed_tokens)
 
     def limit_moves(self, request) -> None:
         """Put a planned eviction off to a later step where it would move too many tokens."""
@@ -87,7 +88,7 @@ class VictimChooser:
         if not self._goes_ahead(request, hooks.states[req_id], victims):
             hooks.put_off[req_id] = hooks.plans.pop(req_id)
 
-    def _goes_ahead(self, request, state: RequestState, victims: np.ndarray) -> bool:
+    def _goes_ahead(self, request, state: Running, victims: np.ndarray) -> bool:
         hooks = self.hooks
         pinned = hooks.shares.shared(hooks.manager.req_to_blocks[request.request_id])
         num_moves = most_moves(
@@ -110,7 +111,7 @@ class VictimChooser:
 
     # ---- one request -----------------------------------------------------------------------
 
-    def decide(self, request, state: RequestState) -> None:
+    def decide(self, request, state: Running) -> None:
         """Plan what one request loses in this step, if anything."""
         if state.budget is None:
             return  # the request asked to keep all its tokens
@@ -129,7 +130,7 @@ class VictimChooser:
             return
         self.choose(request, state, num_evict, protected_ids)
 
-    def _decide_copy(self, request, state: RequestState, blocks, protected_ids) -> None:
+    def _decide_copy(self, request, state: Running, blocks, protected_ids) -> None:
         """Plan an eviction that copies survivors out of shared and cached blocks where it pays.
 
         First with nothing protected; where the shared blocks would take more than they release,
@@ -183,7 +184,7 @@ class VictimChooser:
         if len(victims):
             hooks.plans[req_id] = victims
 
-    def needs_scores(self, state: RequestState) -> bool:
+    def needs_scores(self, state: Running) -> bool:
         """Whether this request's policy reads scores."""
         if not self.hooks.scored or state.budget is None:
             return False
@@ -199,7 +200,7 @@ class VictimChooser:
         last = self.hooks.states[request.request_id].last_chunk_step
         return min(step, last) if request.is_prefill_chunk and last >= 0 else step
 
-    def _follow(self, req_id: str, state: RequestState, length: int, protected_ids) -> bool:
+    def _follow(self, req_id: str, state: Running, length: int, protected_ids) -> bool:
         """Plan what the replayed run did at this length; False where nothing is replayed."""
         log = self.hooks.log
         due = log.next_length(req_id, length)
@@ -216,7 +217,7 @@ class VictimChooser:
 
     # ---- when to look again ----------------------------------------------------------------
 
-    def schedule_next(self, state: RequestState, length: int) -> None:
+    def schedule_next(self, state: Running, length: int) -> None:
         """Set when the request is due next: by the replayed run, else by its budget.
 
         Under `evict_when: pressure` it is the pool that says so, not the length.
@@ -231,11 +232,11 @@ class VictimChooser:
             state.next_eviction_len = due
         hooks.calendar.watch(req_id)
 
-    def schedule_all_next(self, states: list[RequestState], num_evicted: list[int]) -> None:
+    def schedule_all_next(self, states: list[Running], num_evicted: list[int]) -> None:
         """`schedule_next` after an eviction of requests that went together: they are watched."""
         for state, gone in zip(states, num_evicted, strict=True):
             state.next_eviction_len = state.budget.next_eviction_len(
-                gone, state.num_protected, state.table.num_computed_tokens
+                gone, state.num_protected, state.request.num_computed_tokens
             )
 
     def settle(self, num_scheduled: dict[str, int]) -> None:
@@ -244,9 +245,10 @@ class VictimChooser:
         calendar, states, sharing = hooks.calendar, hooks.states, hooks.shares.sharing
         if hooks.log is not None and hooks.log.replay is not None:
             return  # the record says when, and chunks are cut to it
-        next_step, requests, asked = hooks.step_seq + 1, self.scheduler.requests, hooks.asker.asked
+        next_step, asked = hooks.step_seq + 1, hooks.asker.asked
         for req_id in list(calendar.watched):
-            state, request = states[req_id], requests[req_id]
+            state = states[req_id]
+            request = state.request
             length = request.num_computed_tokens + num_scheduled.get(req_id, 0)
             known = request.num_tokens + request.num_output_placeholders
             if req_id in sharing or known - length > 1:

@@ -14,9 +14,9 @@ import numpy as np
 
 from vtoken.core.batch_planner import BatchEvent, execute_batch, finalize_batch
 from vtoken.core.events import BatchSteps, RequestStep
-from vtoken.core.planner import RequestState
 from vtoken.core.table import NO_SLOTS
 from vtoken.units import cdiv
+from vtoken.vllm_plugin.running import Running
 
 
 class Evictor:
@@ -40,7 +40,7 @@ class Evictor:
 
     # ---- ids die, blocks go back -----------------------------------------------------------
 
-    def execute_batch(self, states: list[RequestState], ids: np.ndarray, counts) -> None:
+    def execute_batch(self, states: list[Running], ids: np.ndarray, counts) -> None:
         """Carry out the evictions of requests that each get one token in this step.
 
         Args:
@@ -57,15 +57,15 @@ class Evictor:
             for state in states:  # they decode, and this decision is what the report was for
                 hooks.reports.hold(state.table.req_id, hooks.step_seq - 2)
         self._event = event = execute_batch(states, ids, counts, 1, self.counters)
-        rows = [self.manager.req_to_blocks[r] for r in event.req_ids]
         if hooks.caching:  # see _forget_hashes
-            written = [rows[e][i] for e, i in zip(*event.rewritten(), strict=True)]
+            written = [states[e].blocks[i] for e, i in zip(*event.rewritten(), strict=True)]
             self._forget_hashes(written)
         gone, cached, shift = [], self.manager.num_cached_block, hooks.shift
         eviction = event.eviction
-        for req_id, blocks, released, last, num_evicted in zip(
-            event.req_ids, rows, eviction.gone, eviction.last, event.num_evicted, strict=True
+        for state, released, last, num_evicted in zip(
+            states, eviction.gone, eviction.last, eviction.num_evicted, strict=True
         ):
+            req_id, blocks = state.table.req_id, state.blocks
             # The tail goes first: the front of a sequence is worth more to the prefix cache.
             released = released[::-1]
             gone += [blocks[i] for i in released]
@@ -77,7 +77,7 @@ class Evictor:
             shift[req_id] = num_evicted  # packed from now on
             if req_id in cached:
                 cached[req_id] = min(cached[req_id], len(blocks))
-        hooks.chooser.schedule_all_next(states, event.num_evicted)
+        hooks.chooser.schedule_all_next(states, eviction.num_evicted)
         if gone:
             free_before = self.pool.get_num_free_blocks()
             self.pool.free_blocks(gone)
@@ -215,29 +215,27 @@ class Evictor:
         if event is None:
             return None
         running = hooks.states.get
-        stays = [running(r) is s for r, s in zip(event.req_ids, event.states, strict=True)]
+        stays = [running(s.table.req_id) is s for s in event.states]
         if not all(stays):  # the others were preempted since
             if not any(stays):
                 return None
             event = event.only(stays)
-        req_ids = event.req_ids
-        rows = [self.manager.req_to_blocks[r] for r in req_ids]
+        states = event.states
         steps, num_moved = finalize_batch(
             event,
-            [num_scheduled.get(r, 0) for r in req_ids],
-            lambda e, start: [b.block_id for b in rows[e][start:]],
+            [num_scheduled.get(s.table.req_id, 0) for s in states],
+            lambda e, start: [b.block_id for b in states[e].blocks[start:]],
             self.counters,
         )
-        for req_id, moved in zip(req_ids, num_moved, strict=True):
+        for req_id, moved in zip(steps.req_ids, num_moved, strict=True):
             if moved:
                 hooks.moved[req_id] = hooks.moved.get(req_id, 0) + moved
         return steps
 
-    def _finish_one(self, req_id: str, state: RequestState, n: int, steps: list) -> None:
-        hooks, blocks = self.hooks, self.manager.req_to_blocks[req_id]
+    def _finish_one(self, req_id: str, state: Running, n: int, steps: list) -> None:
+        hooks, blocks = self.hooks, state.blocks
         if not state.executed:
-            length = hooks.scheduler.requests[req_id].num_computed_tokens
-            hooks.sync(state, blocks, length)
+            hooks.sync(state, blocks, state.request.num_computed_tokens)
             if hooks.checker is not None and req_id not in self._executed:
                 hooks.checker.before_change(req_id, state)
             hooks.reports.hold(req_id)

@@ -26,7 +26,7 @@ from vtoken.core.batch import Tables
 from vtoken.core.budget import Budget
 from vtoken.core.calendar import Calendar
 from vtoken.core.events import Counters, StepPlan, TraceEntry, build_step_plan
-from vtoken.core.planner import PlannerSettings, RequestPlanner, RequestState
+from vtoken.core.planner import PlannerSettings, RequestPlanner
 from vtoken.core.table import TokenTable
 from vtoken.kernels.tables import load_ops
 from vtoken.policies.base import ScoreKind
@@ -37,6 +37,7 @@ from vtoken.vllm_plugin.choosing import VictimChooser
 from vtoken.vllm_plugin.eviction import Evictor
 from vtoken.vllm_plugin.pressure import PressureControl
 from vtoken.vllm_plugin.run_log import RunLog
+from vtoken.vllm_plugin.running import Running
 from vtoken.vllm_plugin.scores import ReportBook, score_window
 from vtoken.vllm_plugin.sharing import SharedBlocks
 from vtoken.vllm_plugin.together import JointChooser
@@ -76,7 +77,7 @@ class SchedulerHooks:
             self.counters,
         )
         self.tables = TokenTable(self.block_size, load_ops())
-        self.states: dict[str, RequestState] = {}
+        self.states: dict[str, Running] = {}
         self.step_seq = 0
         self.trace: list[TraceEntry] = []
         self.scored = self.budget is not None and self.budget.policy.score_kind != ScoreKind.NONE
@@ -119,19 +120,20 @@ class SchedulerHooks:
             return
         start = time.perf_counter()
         together, alone = self.together.split(due)
-        for request in alone:
-            self.chooser.decide(request, self.states[request.request_id])
-            self.chooser.limit_moves(request)
+        for state in alone:
+            self.chooser.decide(state.request, state)
+            self.chooser.limit_moves(state.request)
         # Nothing is released before everybody's copies have their blocks.
-        for request in alone:
-            if request.request_id in self.plans and self.chooser.goes_at_once(request):
+        for state in alone:
+            req_id = state.table.req_id
+            if req_id in self.plans and self.chooser.goes_at_once(state.request):
                 self.evictor.num_new_tokens = 1
-                self.evictor.execute(request.request_id, self.plans.pop(request.request_id))
+                self.evictor.execute(req_id, self.plans.pop(req_id))
         if together:
             self.evictor.execute_batch(*self.together.decide(together))
         self.counters.plan_s += time.perf_counter() - start
 
-    def sync(self, state: RequestState, blocks, length: int) -> None:
+    def sync(self, state: Running, blocks, length: int) -> None:
         """Bring a request's table in step with vLLM: new blocks, tokens grown at the tail."""
         table = state.table
         table.sync([b.block_id for b in blocks[table.num_blocks :]], length)
@@ -141,12 +143,11 @@ class SchedulerHooks:
         length = self.scheduler.requests[req_id].num_computed_tokens
         self.sync(self.states[req_id], self.manager.req_to_blocks[req_id], length)
 
-    def sync_all(self, batch: Tables, lengths: list[int]) -> None:
+    def sync_all(self, states: list[Running], batch: Tables, lengths: list[int]) -> None:
         """`sync` for the tables of several requests, at these lengths."""
-        rows, new_ids = self.manager.req_to_blocks, []
-        for table in batch.tables:
-            new_ids.append([b.block_id for b in rows[table.req_id][table.num_blocks :]])
-        batch.sync(new_ids, lengths)
+        batch.sync(
+            [[b.block_id for b in s.blocks[s.table.num_blocks :]] for s in states], lengths
+        )
 
     # ---- while vLLM schedules and allocates ------------------------------------------------
 
@@ -214,7 +215,7 @@ class SchedulerHooks:
         new_tokens = num_tokens - self.scheduler.requests[req_id].num_computed_tokens
         return num_tokens - table.num_reclaimed_tokens - (new_tokens == 1)  # one takes a hole
 
-    def note_layout(self, req_id: str, state: RequestState) -> None:
+    def note_layout(self, req_id: str, state: Running) -> None:
         """A request's layout was changed, and the change is complete."""
         table = state.table
         if not self.planner.settings.moves or not len(table.holes):
@@ -236,7 +237,7 @@ class SchedulerHooks:
         """
         self.budgets.check_fits(num_prompt_tokens, max_tokens)
 
-    def needs_scores(self, state: RequestState) -> bool:
+    def needs_scores(self, state: Running) -> bool:
         """Whether this request's policy reads scores."""
         return self.chooser.needs_scores(state)
 
@@ -293,7 +294,9 @@ class SchedulerHooks:
     def _add_state(self, req_id: str) -> None:
         request = self.scheduler.requests[req_id]
         prompt = np.asarray(request.prompt_token_ids, np.int32)
-        state = RequestState(
+        state = Running(
+            request=request,
+            blocks=self.manager.req_to_blocks[req_id],
             table=self.tables.add(req_id),
             budget=self.budget_of(request),
             num_prompt_tokens=request.num_prompt_tokens,

@@ -11,9 +11,9 @@ from itertools import compress
 import numpy as np
 
 from vtoken.core.batch import ScoredIds, Tables
-from vtoken.core.planner import RequestState
 from vtoken.core.table import NO_SLOTS
 from vtoken.policies.base import BatchView
+from vtoken.vllm_plugin.running import Running
 
 
 class JointChooser:
@@ -22,69 +22,68 @@ class JointChooser:
     def __init__(self, hooks, chooser) -> None:
         self.hooks, self.chooser, self.planner = hooks, chooser, hooks.planner
 
-    def split(self, due: list) -> tuple[list, list]:
+    def split(self, due: list[Running]) -> tuple[list[Running], list[Running]]:
         """Tell requests whose evictions can be carried out at once, together, from the others."""
         if not self.chooser.joins:
             return [], due
         hooks, together, alone = self.hooks, [], []
-        states, sharing, caching = hooks.states, hooks.shares.sharing, hooks.caching
-        for request in due:
-            req_id = request.request_id
+        sharing, caching = hooks.shares.sharing, hooks.caching
+        for state in due:
+            request = state.request
             # More than one is due: a prompt's chunk, or output that is computed again.
             known = request.num_tokens + request.num_output_placeholders
             if (
                 known - request.num_computed_tokens > 1
-                or req_id in sharing
-                or states[req_id].budget is None
-                or (caching and self._has_foreign_blocks(req_id))
+                or request.request_id in sharing
+                or state.budget is None
+                or (caching and self._has_foreign_blocks(state.blocks))
             ):
-                alone.append(request)
+                alone.append(state)
             else:
-                together.append(request)
+                together.append(state)
         return together, alone
 
-    def _has_foreign_blocks(self, req_id: str) -> bool:
+    def _has_foreign_blocks(self, blocks: list) -> bool:
         """Whether a request holds blocks that are shared, or are to be copied out of."""
-        shares, blocks = self.hooks.shares, self.hooks.manager.req_to_blocks[req_id]
+        shares = self.hooks.shares
         return shares.shared(blocks) is not None or shares.wants_copy(blocks)
 
-    def decide(self, requests: list) -> tuple[list[RequestState], np.ndarray, list[int]]:
+    def decide(self, states: list[Running]) -> tuple[list[Running], np.ndarray, list[int]]:
         """Victims of requests that `split` put together.
 
         Returns:
             (states, ids int[K], counts) of those that lose some, ids request by request.
         """
         hooks = self.hooks
-        states = [hooks.states[r.request_id] for r in requests]
-        lengths = [r.num_computed_tokens for r in requests]
+        lengths = [s.request.num_computed_tokens for s in states]
         batch = Tables([s.table for s in states])
-        hooks.sync_all(batch, lengths)
+        hooks.sync_all(states, batch, lengths)
         budget = states[0].budget
         if (
             not self.chooser.limits_moves
             and budget.policy.evict_many is not None
             and all(s.budget is budget for s in states)
         ):
-            return self._choose_together(requests, states, batch, lengths)
+            return self._choose_together(states, batch, lengths)
         due = []
-        for request, state in zip(requests, states, strict=True):
-            num_evict = self.planner.num_to_evict(state, request.num_computed_tokens)
+        for state, length in zip(states, lengths, strict=True):
+            num_evict = self.planner.num_to_evict(state, length)
             if num_evict < state.budget.interval_tokens:
-                self.chooser.schedule_next(state, request.num_computed_tokens)
+                self.chooser.schedule_next(state, length)
             else:
-                due.append((request, state, num_evict))
-        for request, state, num_evict in due:
-            self.chooser.choose(request, state, num_evict, None)
-            self.chooser.limit_moves(request)
-        named = [(state, hooks.plans.pop(r.request_id, None)) for r, state, _ in due]
+                due.append((state, num_evict))
+        for state, num_evict in due:
+            self.chooser.choose(state.request, state, num_evict, None)
+            self.chooser.limit_moves(state.request)
+        named = [(state, hooks.plans.pop(state.table.req_id, None)) for state, _ in due]
         named = [(state, ids) for state, ids in named if ids is not None]
         parts = [ids for _, ids in named]
         counts = [len(ids) for ids in parts]
         return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
 
     def _choose_together(
-        self, requests: list, states: list[RequestState], batch: Tables, lengths: list[int]
-    ) -> tuple[list[RequestState], np.ndarray, list[int]]:
+        self, states: list[Running], batch: Tables, lengths: list[int]
+    ) -> tuple[list[Running], np.ndarray, list[int]]:
         """Let the one policy of all these requests, none of which shares blocks, name victims."""
         budget = states[0].budget
         budgets = budget.all_tokens(lengths)
@@ -92,7 +91,7 @@ class JointChooser:
         scored: list[ScoredIds] = []
         ready = [n >= budget.interval_tokens for n in num_evict]
         if self.chooser.needs_scores(states[0]):
-            self._find_reports(requests, states, ready, scored)
+            self._find_reports(states, ready, scored)
         if not all(ready):
             for state, length, n in zip(states, lengths, num_evict, strict=True):
                 if n < budget.interval_tokens:
@@ -110,16 +109,16 @@ class JointChooser:
         return states, ids, counts
 
     def _find_reports(
-        self, requests: list, states: list[RequestState], ready: list[bool], scored: list
+        self, states: list[Running], ready: list[bool], scored: list[ScoredIds]
     ) -> None:
         """Put the scores of those who are ready into `scored`; who has none is not ready."""
         find = self.hooks.reports.scored_ids
-        for e, request in enumerate(requests):
+        for e, state in enumerate(states):
             if not ready[e]:
                 continue
-            part = find(request.request_id, self.chooser.report_step(request))
+            part = find(state.table.req_id, self.chooser.report_step(state.request))
             if part is None:  # see VictimChooser.choose
-                states[e].next_eviction_len = request.num_computed_tokens
+                state.next_eviction_len = state.request.num_computed_tokens
                 ready[e] = False
             else:
                 scored.append(part)

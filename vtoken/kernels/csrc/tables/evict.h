@@ -56,7 +56,8 @@ inline int64_t choose_last(const Table& t, const std::vector<Holed>& holed, int6
 // See BatchOps.execute. `holes` has room for all ids, `gone` for all blocks.
 inline int64_t execute(const Arena& arena, int64_t E, const int64_t* rows, const int64_t* counts,
                        const int64_t* ids, int64_t num_new, int64_t* num_blocks,
-                       int64_t* num_keep, int64_t* last, int32_t* holes, int64_t* gone) {
+                       int64_t* num_keep, int64_t* last, int64_t* num_evicted, int32_t* holes,
+                       int64_t* gone) {
   const int64_t* first_id = ids;
   for (int64_t e = 0; e < E; first_id += counts[e], e++) {  // look before anything is written
     if (!Table::is_valid(arena, rows[e])) return failed(kNoTable, e);
@@ -83,6 +84,7 @@ inline int64_t execute(const Arena& arena, int64_t E, const int64_t* rows, const
     for (int64_t i = 0; i < num_gone; i++) gone[i] = holed[i].pos;
     std::sort(gone, gone + num_gone);
     last[e] = choose_last(t, holed, num_gone, gone);
+    num_evicted[e] = t.n.computed - t.n.live;
     ids += counts[e];
     holes += counts[e];
     gone += num_gone;

@@ -124,12 +124,13 @@ VT_API int64_t vtt_draw(int64_t E, const int64_t* entropy, const int64_t* sizes,
 VT_API int64_t vtt_execute(const Arena* arena, int64_t E, const int64_t* rows,
                            const int64_t* counts, const int64_t* ids, int64_t num_new,
                            int64_t space, int64_t* num_blocks, int64_t* num_keep, int64_t* last,
-                           int32_t* holes, int64_t* gone) {
+                           int64_t* num_evicted, int32_t* holes, int64_t* gone) {
   if (const int64_t code = first_invalid(*arena, E, rows)) return code;
   int64_t needed = 0;
   for (int64_t e = 0; e < E; e++) needed += Table(*arena, rows[e]).n.blocks;
   if (needed > space) return kNeedsSpace;
-  return execute(*arena, E, rows, counts, ids, num_new, num_blocks, num_keep, last, holes, gone);
+  return execute(*arena, E, rows, counts, ids, num_new, num_blocks, num_keep, last, num_evicted,
+                 holes, gone);
 }
 
 // num_blocks .. hole_counts are an Eviction. `of_requests` gets num_reclaimed and new_token_index
