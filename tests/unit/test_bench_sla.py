@@ -178,3 +178,23 @@ def test_naive_must_be_there_to_set_the_limit() -> None:
     )
     with pytest.raises(ConfigError, match="naive among them"):
         sla.run_sla(context, SuiteResult())
+
+
+def _selected_row(mode: str, concurrency: int, num_steps: int, step_ms: float) -> dict:
+    return {
+        "workload": "text", "policy": "random", "pool_blocks": 30, "mode": mode,
+        "concurrency": concurrency, "is_selected": True, "completed": 2 * concurrency,
+        "num_steps": num_steps, "duration": num_steps * step_ms / 1e3,
+        "feasible": True, "gain_over_naive": 0.36, "gain_over_native": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("step_ms", "is_said"), [(158.0, True), (130.0, False)])
+def test_steps_that_get_longer_are_said_to_cost_the_gain(step_ms, is_said):
+    rows = [_selected_row("naive", 6, 128, 128.0), _selected_row("vtoken", 10, 128, step_ms)]
+    lines = sla.sentences(rows)
+    assert lines[0].startswith("text, random, 30 blocks: C_sel 10, +36 % over naive")
+    assert len(lines) == 1 + is_said
+    if is_said:
+        assert "40 % fewer steps" in lines[1] and "10 requests takes 23 % longer" in lines[1]
+        assert lines[1].endswith("the gain would be 67 %.")

@@ -86,8 +86,11 @@ def _address(numbers: array) -> int:
 
 def _columns(*parts: Sequence[int]) -> tuple[array, list[int]]:
     """Several ints[E] in one array that has to be kept alive, and the address of each."""
-    numbers, size = array("q", chain(*parts)), 8 * len(parts[0])
-    assert all(8 * len(part) == size for part in parts)
+    flat: list[int] = []
+    for part in parts:
+        flat += part
+    numbers, size = array("q", flat), 8 * len(parts[0])
+    assert 8 * len(flat) == size * len(parts)
     first = _address(numbers)
     return numbers, [first + size * i for i in range(len(parts))]
 
