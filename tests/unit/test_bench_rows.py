@@ -11,6 +11,7 @@ from vtoken.experiments.bench.journal import FILE_NAME, Journal
 from vtoken.experiments.bench.measure import Record
 from vtoken.experiments.bench.rows import add_ratios, compared_rows, make_row
 from vtoken.experiments.bench.settings import Case
+from vtoken.experiments.bench.show import suite_table
 
 
 def _records(*throughputs: float, **more) -> list[Record]:
@@ -101,3 +102,12 @@ def test_journal_lines_are_json_without_nan(tmp_path) -> None:
     Journal(SETTINGS, tmp_path).put("a", Record(values={"x": float("nan")}))
     last = (tmp_path / FILE_NAME).read_text().splitlines()[-1]
     assert json.loads(last)["values"] == {"x": None}
+
+
+def test_a_table_names_a_dataset_by_its_file_and_leaves_empty_columns_out():
+    row = {"workload": "/data/chat/turns.json:128+48", "policy": "h2o", "mode": "vtoken"}
+    table = suite_table("memory", [row | {"eviction_ratio": 0.5}])
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert cells == {
+        "workload": ["turns.json:128+48"], "policy": ["h2o"], "mode": ["vtoken"], "ratio": ["0.5"],
+    }  # fmt: skip

@@ -92,6 +92,37 @@ def test_under_pressure_nobody_is_preempted_and_less_is_dropped_than_always():
     assert elastic.stats.peak_running == 16
 
 
+@pytest.mark.parametrize("policy", ["random", "streaming-llm", "h2o", "knorm"])
+def test_shrinking_together_is_shrinking_each_alone(policy):
+    """Who shares a step loses the same ids and blocks as though it had been alone in it."""
+    config = VTokenConfig(
+        policy=policy, kv_budget_tokens=64, sink_tokens=2, evict_when="pressure", trace=True
+    )
+    pool = DrySettings(
+        num_kv_blocks=50, block_size=16, max_model_len=448, max_num_seqs=12,
+        max_num_batched_tokens=256,
+    )  # fmt: skip
+    scores = np.arange(2048, dtype=np.float32) * 7919 % 1013
+    traces, events = [], []
+    for joins in (True, False):
+        engine = DryEngine(pool, config, score_source=lambda req_id, step, ids: scores[ids])
+        engine.hooks.chooser.joins = joins
+        together = engine.hooks.evictor.execute_batch
+        engine.hooks.evictor.execute_batch = lambda *args, f=together: (
+            events.append(len(args[0])), f(*args)
+        )  # fmt: skip
+        for request in requests(12, output_len=120):
+            engine.add(request.request_id, request.prompt_token_ids, request.output_len)
+        while engine.has_unfinished():
+            engine.step()
+        assert engine.check_idle() == [] and engine.counters.preemptions == 0
+        traces.append(
+            [(t.step_seq, t.req_id, t.live_ids.tolist(), t.num_blocks) for t in engine.hooks.trace]
+        )
+    assert traces[0] == traces[1]
+    assert max(events) > 1, "nobody shrank together"
+
+
 def first_eviction(low_watermark_frac: float, num_blocks: int = 60) -> tuple[int, int]:
     """(free blocks before the step of the first eviction, tokens evicted in all)."""
     settings = ELASTIC | {"low_watermark_frac": low_watermark_frac}

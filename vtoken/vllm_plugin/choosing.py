@@ -29,10 +29,7 @@ class VictimChooser:
         config = hooks.config
         # What the files follow is one request at a time; so are holes that stay.
         self.joins = (
-            config.mode == "vtoken"
-            and config.fragmentation_threshold == 0.0
-            and config.evict_when == "always"
-            and hooks.log is None
+            config.mode == "vtoken" and config.fragmentation_threshold == 0.0 and hooks.log is None
         )
         self._limit: MoveLimit | None = None
         replays = hooks.log is not None and hooks.log.replay is not None
@@ -233,7 +230,14 @@ class VictimChooser:
         hooks.calendar.watch(req_id)
 
     def schedule_all_next(self, states: list[Running], num_evicted: list[int]) -> None:
-        """`schedule_next` after an eviction of requests that went together: they are watched."""
+        """`schedule_next` after an eviction of requests that went together.
+
+        They are watched, except under `evict_when: pressure`, where nothing is due by length.
+        """
+        if self.hooks.pressure.elastic:
+            for state in states:
+                state.next_eviction_len = NEVER
+            return
         for state, gone in zip(states, num_evicted, strict=True):
             state.next_eviction_len = state.budget.next_eviction_len(
                 gone, state.num_protected, state.request.num_computed_tokens

@@ -187,6 +187,20 @@ class Evictor:
             self.num_new_tokens = num_new_tokens
             self.execute(req_id, victims, under_pressure=True)
 
+    def shrink_all(self, losses: list[tuple[Running, int, int]]) -> None:
+        """`shrink` at the head of the step: decoding requests together, the others each alone.
+
+        Args:
+            losses: (request, num_evict, num_new_tokens) each.
+        """
+        hooks, wanted = self.hooks, {state.table.req_id: rest for state, *rest in losses}
+        together, alone = hooks.together.split([state for state, *_ in losses])
+        for state in alone:
+            self.shrink(state.request, *wanted[state.table.req_id])
+        if together:
+            counts = [wanted[s.table.req_id][0] for s in together]
+            self.execute_batch(*hooks.together.shrink(together, counts))
+
     # ---- end of schedule() -----------------------------------------------------------------
 
     def finish(self, num_scheduled: dict[str, int]) -> tuple[list[RequestStep], BatchSteps | None]:

@@ -297,9 +297,13 @@ class PressureControl:
         spare = demand - -(-(live - above + new) // N)
         give = share_shortfall(spare, num_blocks)
         lose = tokens_to_give(give, demand, live, new, above, N)
+        losses = [(states[i], int(lose[i]), int(new[i])) for i in np.flatnonzero(lose)]
         free_before = self.pool.get_num_free_blocks()
-        for i in np.flatnonzero(lose):
-            hooks.evictor.shrink(givers[i], int(lose[i]), int(new[i]))
+        if keep is None:  # a step has one batch
+            hooks.evictor.shrink_all(losses)
+        else:
+            for state, num_evict, num_new in losses:
+                hooks.evictor.shrink(state.request, num_evict, num_new)
         return self.pool.get_num_free_blocks() - free_before
 
     def retry(self, request, num_new_tokens: int) -> bool:

@@ -6,6 +6,7 @@ each of them needs on its own is in `vtoken.vllm_plugin.choosing`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import compress
 
 import numpy as np
@@ -49,52 +50,89 @@ class JointChooser:
         return shares.shared(blocks) is not None or shares.wants_copy(blocks)
 
     def decide(self, states: list[Running]) -> tuple[list[Running], np.ndarray, list[int]]:
-        """Victims of requests that `split` put together.
+        """Victims of requests that `split` put together, where they are due.
 
         Returns:
             (states, ids int[K], counts) of those that lose some, ids request by request.
         """
-        hooks = self.hooks
-        lengths = [s.request.num_computed_tokens for s in states]
-        batch = Tables([s.table for s in states])
-        hooks.sync_all(states, batch, lengths)
-        budget = states[0].budget
-        if (
-            not self.chooser.limits_moves
-            and budget.policy.evict_many is not None
-            and all(s.budget is budget for s in states)
-        ):
-            return self._choose_together(states, batch, lengths)
-        due = []
+        lengths, batch = self._synced(states)
+        if not self.chooser.limits_moves and self._have_one_policy(states):
+            budgets = states[0].budget.all_tokens(lengths)
+            num_evict = [t.num_live_tokens - n for t, n in zip(batch.tables, budgets, strict=True)]
+            return self._choose_together(states, batch, lengths, budgets, num_evict)
+        due, numbers = [], []
         for state, length in zip(states, lengths, strict=True):
             num_evict = self.planner.num_to_evict(state, length)
             if num_evict < state.budget.interval_tokens:
                 self.chooser.schedule_next(state, length)
             else:
-                due.append((state, num_evict))
-        for state, num_evict in due:
-            self.chooser.choose(state.request, state, num_evict, None)
-            self.chooser.limit_moves(state.request)
-        named = [(state, hooks.plans.pop(state.table.req_id, None)) for state, _ in due]
+                due.append(state)
+                numbers.append(num_evict)
+        return self._choose_each(due, numbers, self.chooser.limit_moves)
+
+    def shrink(
+        self, states: list[Running], num_evict: list[int]
+    ) -> tuple[list[Running], np.ndarray, list[int]]:
+        """Victims of requests that `split` put together, so many of each at most; as `decide`."""
+        lengths, batch = self._synced(states)
+        if not self._have_one_policy(states):
+            return self._choose_each(states, num_evict, lambda request: None)
+        budgets = states[0].budget.all_tokens(lengths)
+        return self._choose_together(states, batch, lengths, budgets, num_evict, least=1)
+
+    def _synced(self, states: list[Running]) -> tuple[list[int], Tables]:
+        lengths = [s.request.num_computed_tokens for s in states]
+        batch = Tables([s.table for s in states])
+        self.hooks.sync_all(states, batch, lengths)
+        return lengths, batch
+
+    @staticmethod
+    def _have_one_policy(states: list[Running]) -> bool:
+        """Whether one call of their policy can name victims of all these requests."""
+        budget = states[0].budget
+        return budget.policy.evict_many is not None and all(s.budget is budget for s in states)
+
+    def _choose_each(
+        self, states: list[Running], num_evict: list[int], put_off: Callable
+    ) -> tuple[list[Running], np.ndarray, list[int]]:
+        """Let each request's own policy name victims.
+
+        Args:
+            put_off: (vLLM's request) takes its plan back where it has to wait.
+        """
+        hooks = self.hooks
+        for state, count in zip(states, num_evict, strict=True):
+            self.chooser.choose(state.request, state, count, None)
+            put_off(state.request)
+        named = [(state, hooks.plans.pop(state.table.req_id, None)) for state in states]
         named = [(state, ids) for state, ids in named if ids is not None]
         parts = [ids for _, ids in named]
         counts = [len(ids) for ids in parts]
         return [s for s, _ in named], np.concatenate(parts) if parts else NO_SLOTS, counts
 
     def _choose_together(
-        self, states: list[Running], batch: Tables, lengths: list[int]
+        self,
+        states: list[Running],
+        batch: Tables,
+        lengths: list[int],
+        budgets: list[int],
+        num_evict: list[int],
+        least: int | None = None,
     ) -> tuple[list[Running], np.ndarray, list[int]]:
-        """Let the one policy of all these requests, none of which shares blocks, name victims."""
+        """Let the one policy of all these requests, none of which shares blocks, name victims.
+
+        Args:
+            least: who would lose fewer is not due yet; None: the budget's interval.
+        """
         budget = states[0].budget
-        budgets = budget.all_tokens(lengths)
-        num_evict = [t.num_live_tokens - n for t, n in zip(batch.tables, budgets, strict=True)]
+        least = budget.interval_tokens if least is None else least
         scored: list[ScoredIds] = []
-        ready = [n >= budget.interval_tokens for n in num_evict]
+        ready = [n >= least for n in num_evict]
         if self.chooser.needs_scores(states[0]):
             self._find_reports(states, ready, scored)
         if not all(ready):
             for state, length, n in zip(states, lengths, num_evict, strict=True):
-                if n < budget.interval_tokens:
+                if n < least:
                     self.chooser.schedule_next(state, length)
             states, lengths, budgets, num_evict = (
                 list(compress(part, ready)) for part in (states, lengths, budgets, num_evict)

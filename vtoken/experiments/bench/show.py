@@ -127,10 +127,16 @@ def suite_table(suite: str, rows: Sequence[Row]):
         )  # fmt: skip
     for row in rows:
         table.add_row(
-            *(cell(row, column) for column in columns),
+            *(_narrow_cell(row, column) for column in columns),
             style="bold" if row.get("is_selected") else None,
         )
     return table
+
+
+def _narrow_cell(row: Row, column: Column) -> str:
+    """`cell` for a terminal: of a dataset its file's name, not the folders."""
+    text = cell(row, column)
+    return text.rpartition("/")[2] if column.key == "workload" else text
 
 
 def cell(row: Row, column: Column) -> str:
