@@ -10,7 +10,7 @@ Called in this order in every step (DESIGN section 4):
 
 The work is in its parts: who is due and what goes (`choosing`, `together`), carrying it out
 (`eviction`), whose scores are asked for (`asking`), blocks of several requests (`sharing`), who is let in
-(`admission`), shortage (`pressure`), files (`run_log`).
+(`admission`), how long chunks are (`chunks`), shortage (`pressure`), files (`run_log`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vtoken.vllm_plugin.admission import Admission
 from vtoken.vllm_plugin.asking import ReportAsker
 from vtoken.vllm_plugin.budgets import RequestBudgets
 from vtoken.vllm_plugin.choosing import VictimChooser
+from vtoken.vllm_plugin.chunks import ChunkLimits
 from vtoken.vllm_plugin.eviction import Evictor
 from vtoken.vllm_plugin.pressure import PressureControl
 from vtoken.vllm_plugin.run_log import RunLog
@@ -100,7 +101,7 @@ class SchedulerHooks:
 
             self.checker = SchedulerChecker(self)
         self.admission = Admission(self, self.pressure.low)
-        self.chunk_limits = [self.pressure.cap_chunk]
+        self.chunk_limits = [ChunkLimits(self, self.pressure).cap_chunk]
         if self.log is not None:
             self.chunk_limits.append(self.log.cut_chunk)
 
@@ -145,9 +146,7 @@ class SchedulerHooks:
 
     def sync_all(self, states: list[Running], batch: Tables, lengths: list[int]) -> None:
         """`sync` for the tables of several requests, at these lengths."""
-        batch.sync(
-            [[b.block_id for b in s.blocks[s.table.num_blocks :]] for s in states], lengths
-        )
+        batch.sync([[b.block_id for b in s.blocks[s.table.num_blocks :]] for s in states], lengths)
 
     # ---- while vLLM schedules and allocates ------------------------------------------------
 
