@@ -13,12 +13,22 @@ from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.pairing import Comparison, Runs
 from vtoken.experiments.bench.rows import compared_rows, make_row
 from vtoken.experiments.bench.session import Pool
-from vtoken.experiments.bench.settings import DEFAULT_RATIO, DEFAULT_RATIOS, Case
+from vtoken.experiments.bench.settings import (
+    DEFAULT_RATIO,
+    DEFAULT_RATIOS,
+    BenchSettings,
+    Case,
+)
 
 PAPER = "section 5.2, Figure 7"
 DEFAULT_WORKLOADS = ("text:128+64", "random:192+48")
 NUM_REQUESTS = 4
 RETAINED = "vtoken_retained_blocks_per_request"
+
+
+def largest_run(settings: BenchSettings) -> int:
+    """Requests of the largest run."""
+    return settings.num_requests or NUM_REQUESTS
 
 
 def run_memory(context: Context, result: SuiteResult) -> None:
@@ -28,8 +38,8 @@ def run_memory(context: Context, result: SuiteResult) -> None:
         ConfigError: a setting is wrong.
         EngineError: an engine failed.
     """
-    workloads = context.workloads(DEFAULT_WORKLOADS)
-    num = context.settings.num_requests or NUM_REQUESTS
+    num = largest_run(context.settings)
+    workloads = context.workloads(DEFAULT_WORKLOADS, num)
     points = context.settings.points
     longest = max(w.max_tokens for w in workloads)
     at_once = max(points or (num,))

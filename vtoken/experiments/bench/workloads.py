@@ -48,6 +48,22 @@ class Workload:
     max_tokens: int
     max_requests: int | None = None
 
+    def check_rows(self, num: int, repeats: int) -> None:
+        """Refuse more requests than there are.
+
+        Args:
+            num: requests of the largest run, each of whose repeats takes rows of its own.
+
+        Raises:
+            ConfigError: says how many there are.
+        """
+        if self.max_requests is not None and num * repeats > self.max_requests:
+            raise ConfigError(
+                "--num-prompts and --repeats", f"{num} x {repeats}",
+                f"at most {self.max_requests} together: {self.name} has {self.max_requests} "
+                "usable rows",
+            )  # fmt: skip
+
     def arriving(self, rate_per_s: float, burstiness: float, seed: int) -> Workload:
         """The same requests, arriving at a rate."""
         make = self.make
@@ -140,18 +156,15 @@ def _dataset(text: str, path: str, get_tokenizer, vocab_size: int) -> Workload:
             first = rows[0]
             length = max(16, min(64, first.prompt_len))
             return random_prompts(num, length, 16, vocab_size=vocab_size, repeat=repeat)
+        workload.check_rows(num, repeat + 1)
         first, last = repeat * num, (repeat + 1) * num
-        if last > len(rows):
-            raise ConfigError(
-                "--num-prompts and --repeats", f"{num} x {repeat + 1}",
-                f"at most {len(rows)} together: {path} has {len(rows)} usable rows",
-            )  # fmt: skip
         return [_with_ids(rows[i], vocab_size, i) for i in range(first, last)]
 
-    return Workload(
+    workload = Workload(
         name=text, make=lru_cache(64)(make), max_tokens=max(r.prompt_len + r.output_len for r in rows),
         max_requests=len(rows),
     )  # fmt: skip
+    return workload
 
 
 def _with_ids(request: WorkloadRequest, vocab_size: int, index: int) -> WorkloadRequest:
