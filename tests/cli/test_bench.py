@@ -160,6 +160,21 @@ def test_a_run_that_evicts_nothing_says_so(capfd) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("suite", ["memory", "sensitivity"])
+def test_rows_longer_than_the_model_are_left_out_and_said_so(suite, tmp_path, capfd) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("timestamp_s,input_tokens,output_tokens\n0,64,40\n1,9000,40\n2,70,40\n")
+    out = tmp_path / "out"
+    args = ["--suite", suite, "--policy", "random", "--workload", str(path), "--repeats", "1"]
+    assert main([*DRY, *args, "--num-prompts", "2", "--output", str(out)]) == 0
+    said = "1 of 3 usable rows are left out, being longer than 8,192 tokens with their output."
+    assert said in " ".join(capfd.readouterr().out.split())
+    result = json.loads((out / "result.json").read_text())
+    assert sum(note.endswith(said) for note in result["notes"]) == 1
+    assert {row["completed"] for row in result["suites"][suite]} == {2}
+
+
+@pytest.mark.vllm
 def test_ctrl_c_keeps_runs_and_resume_takes_them_up(tmp_path, capfd, monkeypatch) -> None:
     real, calls = pairing.measure, []
 

@@ -1,7 +1,8 @@
-"""Datasets that are too short for what is asked of them: said before any engine is opened."""
+"""Datasets with too few rows, or too long ones: said before any engine is opened."""
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 
 import pytest
@@ -15,6 +16,7 @@ from vtoken.experiments.bench.journal import Journal
 from vtoken.experiments.bench.pairing import BenchListener
 from vtoken.experiments.bench.settings import BenchSettings
 from vtoken.experiments.bench.suites import run_bench
+from vtoken.experiments.bench.tasks import make_task
 from vtoken.experiments.bench.workloads import make_workload
 
 
@@ -118,3 +120,66 @@ def test_auto_says_how_far_the_rows_go(trace) -> None:
     with closing(context), pytest.raises(NoEngine):
         sla.run_sla(context, result)
     assert result.notes == [f"{path} has rows for at most 10 requests at once: auto tries no more."]
+
+
+# ---- rows that are longer than the model ---------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_model_len", "longest"), [(None, 4096), (100, 100)])
+def test_rows_longer_than_the_model_or_the_users_limit_are_left_out(
+    trace, max_model_len, longest
+) -> None:
+    # With their 4 output tokens: one that just fits, one that just does not.
+    path = trace(20, longest - 4, longest - 3, 30, 9000)
+    settings = BenchSettings(engine=EngineSettings(model="fake", max_model_len=max_model_len))
+    notes: list[str] = []
+    with closing(NoEngineContext(settings, None, None)) as context:
+        (workload,) = context.workloads([path], 1, notes)
+    assert [r.prompt_len for r in workload.make(3, 0)] == [20, longest - 4, 30]
+    assert (workload.max_tokens, workload.max_requests) == (longest, 3)
+    (note,) = notes
+    assert note == (
+        f"{path}: 2 of 5 usable rows are left out, being longer than {longest:,} tokens with "
+        "their output."
+    )
+
+
+def test_a_dataset_whose_rows_all_fit_says_nothing(trace) -> None:
+    notes: list[str] = []
+    with closing(NoEngineContext(BenchSettings(), None, None)) as context:
+        context.workloads([trace(20, 30, 40)], 1, notes)
+    assert notes == []
+
+
+def test_rows_that_are_left_out_count_for_no_repeat(trace) -> None:
+    path = trace(*[20] * 11, 9000)
+    with pytest.raises(ConfigError, match="at most 11 together"):
+        bench("memory", path, num_requests=4)
+
+
+def test_a_dataset_of_which_no_row_fits_is_refused(trace) -> None:
+    path = trace(9000, 5000)
+    with pytest.raises(ConfigError) as error:
+        bench("memory", path)
+    assert str(error.value) == (
+        f"--workload {path!r}: rows of at most 4,096 tokens with their output, which is what the "
+        "model or --max-model-len takes; the shortest of its 2 has 5,004"
+    )
+
+
+class Words:
+    """A token a word."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [len(word) for word in text.split()]
+
+
+def test_long_questions_are_left_out_of_a_task(tmp_path) -> None:
+    path = tmp_path / "questions.jsonl"
+    rows = [{"context": "a " * n, "input": "b", "answers": ["c"]} for n in (10, 90, 20, 30)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    task = make_task(str(path), Words(), 2, output_len=12, max_len=100)
+    assert [r.prompt_len for r in task.requests] == [12, 22]  # with the question and "Answer:"
+    assert task.note.startswith(f"{path}: 1 of 4 usable rows are left out, being longer than 100")
+    with pytest.raises(ConfigError, match="rows of at most 20 tokens"):
+        make_task(str(path), Words(), 2, output_len=12, max_len=20)

@@ -124,11 +124,14 @@ class Context:
 
     # ---- workloads ---------------------------------------------------------------------------
 
-    def workloads(self, default: Sequence[str], largest_run: int) -> list[Workload]:
+    def workloads(
+        self, default: Sequence[str], largest_run: int, notes: list[str]
+    ) -> list[Workload]:
         """The workloads that were asked for, or a suite's own.
 
         Args:
             largest_run: requests of the suite's largest run, which has all repeats.
+            notes: told what was left out of a dataset.
 
         Raises:
             ConfigError: no such workload, longer than the model takes, or a dataset that has too
@@ -137,6 +140,7 @@ class Context:
         found = [self._workload(text) for text in self.settings.workloads or default]
         for workload in found:
             workload.check_rows(largest_run, self.settings.repeats)
+        notes += [workload.note for workload in found if workload.note]
         return found
 
     def _workload(self, text: str) -> Workload:
@@ -154,11 +158,18 @@ class Context:
             is_text_needed=not settings.dry_run,
             vocab_size=self.shape.vocab_size,
             seed=settings.engine.seed,
+            max_len=self.max_len,
         )
         self.check_length(workload.max_tokens)
         if settings.request_rate is None:
             return workload
         return workload.arriving(settings.request_rate, settings.burstiness, settings.engine.seed)
+
+    @property
+    def max_len(self) -> int:
+        """Prompt and output tokens of the longest request that the model and the user allow."""
+        longest = self.shape.max_model_len
+        return min(self.settings.engine.max_model_len or longest, longest)
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse requests that the model or the user's own limit does not take.

@@ -39,7 +39,7 @@ def run_memory(context: Context, result: SuiteResult) -> None:
         EngineError: an engine failed.
     """
     num = largest_run(context.settings)
-    workloads = context.workloads(DEFAULT_WORKLOADS, num)
+    workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)
     points = context.settings.points
     longest = max(w.max_tokens for w in workloads)
     at_once = max(points or (num,))

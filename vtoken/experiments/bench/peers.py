@@ -65,7 +65,7 @@ def run_peers(context: Context, result: SuiteResult) -> None:
     for (_, python), name in checks.items():
         check_interpreter(name, python)
     num = largest_run(settings)
-    workloads = context.workloads(DEFAULT_WORKLOADS, num)
+    workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)
     at_once = max(settings.points or (CONCURRENCY,))
     longest = max(w.max_tokens for w in workloads)
     pool = context.ample_pool(at_once, longest)

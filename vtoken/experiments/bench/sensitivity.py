@@ -43,7 +43,7 @@ def run_sensitivity(context: Context, result: SuiteResult) -> None:
     """
     settings = context.settings
     num = largest_run(settings)
-    workloads = context.workloads(DEFAULT_WORKLOADS, num)
+    workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)
     at_once = max(settings.points or (num,))
     longest = max(w.max_tokens for w in workloads)
     # The cases take turns, so the engines of all block sizes are open at once.

@@ -96,7 +96,7 @@ def run_sla(context: Context, result: SuiteResult) -> None:
         )
     if "naive" not in settings.modes:
         raise ConfigError("--mode", ",".join(settings.modes), "naive among them: it sets the limit")
-    workloads = context.workloads(DEFAULT_WORKLOADS, largest_run(settings))
+    workloads = context.workloads(DEFAULT_WORKLOADS, largest_run(settings), result.notes)
     longest = max(w.max_tokens for w in workloads)
     is_auto = settings.concurrency == "auto"
     at_once = max(*_grid(settings), settings.ref_concurrency)

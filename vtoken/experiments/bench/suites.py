@@ -101,4 +101,4 @@ def _check_rows(suites: Sequence[str], context: Context) -> None:
     modules = map(suite_module, suites)
     largest = [m.largest_run(context.settings) for m in modules if hasattr(m, "largest_run")]
     if largest:
-        context.workloads((), max(largest))
+        context.workloads((), max(largest), [])
