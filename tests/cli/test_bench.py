@@ -133,6 +133,40 @@ def test_memory_writes_rows_tables_plots_and_one_page(tmp_path, capfd) -> None:
 
 
 @pytest.mark.vllm
+def test_native_alone_says_what_each_policy_would_free(tmp_path, capfd) -> None:
+    policies = ["--policy", "random,streaming-llm", "--ratios", "0.3,0.5,0.7", "--repeats", "2"]
+    args = [*DRY, *SMALL, *policies]
+    out = tmp_path / "out"
+    assert main([*args, "--mode", "native", "--output", str(out)]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "freeable %" in shown
+    assert re.search(
+        r"At ratio 0\.5 these policies would leave \d+ %( to \d+ %)? of native's", shown
+    )
+    rows = json.loads((out / "result.json").read_text())["suites"]["memory"]
+    assert {row["mode"] for row in rows} == {"native"}  # nothing that was not asked for
+    plain, *shadows = rows
+    assert not plain.get("shadow") and all(row["shadow"] for row in shadows)
+    freed = {(r["policy"], r["eviction_ratio"]): r["shadow_freeable_frac"] for r in shadows}
+    assert set(freed) == {(p, r) for p in ("random", "streaming-llm") for r in (0.3, 0.5, 0.7)}
+    for policy in ("random", "streaming-llm"):
+        assert 0 < freed[policy, 0.3] < freed[policy, 0.5] < freed[policy, 0.7] < 0.7
+    for row in shadows:  # against native's own blocks on the same prompts
+        own = plain["vtoken_retained_blocks_per_request"]
+        assert row["vtoken_retained_blocks_per_request"] == own
+        assert row["shadow_freeable_blocks_per_request"] == pytest.approx(
+            own * row["shadow_freeable_frac"]
+        )
+    # A run with all modes says the same.
+    assert main([*args, "--json"]) == 0
+    full = json.loads(capfd.readouterr().out)["suites"]["memory"]
+    assert {
+        (r["policy"], r["eviction_ratio"]): r["shadow_freeable_frac"]
+        for r in full if r.get("shadow")
+    } == pytest.approx(freed)  # fmt: skip
+
+
+@pytest.mark.vllm
 def test_prefix_and_sensitivity_show_tables(tmp_path, capfd) -> None:
     args = ["--suite", "prefix,sensitivity", "--prefix-len", "64", "--suffix-len", "64"]
     args += ["--sharing-degrees", "1,2", "--repeats", "1", "--output-len", "40"]
@@ -157,6 +191,21 @@ def test_a_run_that_evicts_nothing_says_so(capfd) -> None:
     args = ["--kv-budget-tokens", "500", "--repeats", "1"]
     assert main([*DRY, *SMALL, *args]) == 0
     assert "Evicted nothing, being within budget: naive, random" in capfd.readouterr().out
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("suite", ["memory", "sensitivity"])
+def test_rows_longer_than_the_model_are_left_out_and_said_so(suite, tmp_path, capfd) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("timestamp_s,input_tokens,output_tokens\n0,64,40\n1,9000,40\n2,70,40\n")
+    out = tmp_path / "out"
+    args = ["--suite", suite, "--policy", "random", "--workload", str(path), "--repeats", "1"]
+    assert main([*DRY, *args, "--num-prompts", "2", "--output", str(out)]) == 0
+    said = "1 of 3 usable rows are left out, being longer than 8,192 tokens with their output."
+    assert said in " ".join(capfd.readouterr().out.split())
+    result = json.loads((out / "result.json").read_text())
+    assert sum(note.endswith(said) for note in result["notes"]) == 1
+    assert {row["completed"] for row in result["suites"][suite]} == {2}
 
 
 @pytest.mark.vllm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -44,7 +45,7 @@ WORKLOAD = Workload(
 )
 
 
-def _scan(table, **changes) -> tuple[sla.PoolScan, FakeRunner]:
+def _scan(table, workload=WORKLOAD, **changes) -> tuple[sla.PoolScan, FakeRunner]:
     settings = BenchSettings(suites=("sla",), policies=("random",), **changes)
     context = SimpleNamespace(
         settings=settings,
@@ -54,7 +55,7 @@ def _scan(table, **changes) -> tuple[sla.PoolScan, FakeRunner]:
     )
     runner = FakeRunner(table)
     pool = Pool(num_kv_blocks=30, block_size=32)
-    scan = sla.PoolScan(context, runner, WORKLOAD, "random", pool, 0.75)
+    scan = sla.PoolScan(context, runner, workload, "random", pool, 0.75)
     scan.run()
     return scan, runner
 
@@ -106,6 +107,14 @@ def test_bracketed_search_finds_the_highest_feasible_concurrency() -> None:
         "native": 5, "naive": 9, "vtoken": 21,
     }  # fmt: skip
     assert len([1 for mode, *_ in runner.asked if mode == "vtoken"]) <= 9
+
+
+def test_bracketed_search_ends_where_a_dataset_does() -> None:
+    few = replace(WORKLOAD, max_requests=2 * 11 * 3)
+    changes = {"concurrency": "auto", "slo_p95_e2el_ms": 2000.0, "repeats": 3}
+    scan, runner = _scan(lambda mode, c: (10.0 * c, 1000.0), few, **changes)
+    assert {line.selected(2000.0) for line in scan.lines} == {11}
+    assert max(c for _, c, _ in runner.asked) == 11
 
 
 def test_a_limit_that_nothing_meets_is_said() -> None:

@@ -94,7 +94,16 @@ OWN = (
 )  # fmt: skip
 
 _DEFAULTS = {"mode": "native,naive,vtoken", "policy": "h2o,scissorhands,random"}
-_SHARED = [replace(row, default=_DEFAULTS.get(row.key, row.default)) for row in (*VTOKEN, *ENGINE)]
+_HELP = {
+    "mode": "Modes to compare: native, indirection, naive, vtoken; in memory native alone says "
+    "what each policy would free.",
+}
+_SHARED = [
+    replace(
+        row, default=_DEFAULTS.get(row.key, row.default), help=_HELP.get(row.key, row.help)
+    )
+    for row in (*VTOKEN, *ENGINE)
+]  # fmt: skip
 
 
 @command(*_SHARED, *OWN, many=("mode", "policy"), starts_engine=True)

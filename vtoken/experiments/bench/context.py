@@ -20,6 +20,8 @@ from vtoken.experiments.capacity_pool import find_shape
 from vtoken.experiments.model_shapes import ModelShape
 from vtoken.units import cdiv
 
+PROMPT_LEN, OUTPUT_LEN = 128, 64  # of workloads that have no lengths, where none are given
+
 
 @dataclass
 class SuiteResult:
@@ -61,6 +63,7 @@ class Context:
         self._shape: ModelShape | None = None
         self._model = settings.engine.model
         self._tokenizer = None
+        self._workloads: dict[str, Workload] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="vtoken-bench-")
         self._block_size: int | None = None
 
@@ -122,32 +125,51 @@ class Context:
     # ---- workloads ---------------------------------------------------------------------------
 
     def workloads(
-        self, default: Sequence[str], prompt_len: int = 128, output_len: int = 64
+        self, default: Sequence[str], largest_run: int, notes: list[str]
     ) -> list[Workload]:
         """The workloads that were asked for, or a suite's own.
 
+        Args:
+            largest_run: requests of the suite's largest run, which has all repeats.
+            notes: told what was left out of a dataset.
+
         Raises:
-            ConfigError: no such workload, or longer than the model takes.
+            ConfigError: no such workload, longer than the model takes, or a dataset that has too
+                few rows.
         """
-        settings = self.settings
-        found = []
-        for text in settings.workloads or default:
-            workload = make_workload(
-                text,
-                prompt_len=settings.prompt_len or prompt_len,
-                output_len=settings.output_len or output_len,
-                get_tokenizer=self.tokenizer,
-                is_text_needed=not settings.dry_run,
-                vocab_size=self.shape.vocab_size,
-                seed=settings.engine.seed,
-            )
-            if settings.request_rate is not None:
-                workload = workload.arriving(
-                    settings.request_rate, settings.burstiness, settings.engine.seed
-                )
-            self.check_length(workload.max_tokens)
-            found.append(workload)
+        found = [self._workload(text) for text in self.settings.workloads or default]
+        for workload in found:
+            workload.check_rows(largest_run, self.settings.repeats)
+        notes += [workload.note for workload in found if workload.note]
         return found
+
+    def _workload(self, text: str) -> Workload:
+        if text not in self._workloads:
+            self._workloads[text] = self._make_workload(text)
+        return self._workloads[text]
+
+    def _make_workload(self, text: str) -> Workload:
+        settings = self.settings
+        workload = make_workload(
+            text,
+            prompt_len=settings.prompt_len or PROMPT_LEN,
+            output_len=settings.output_len or OUTPUT_LEN,
+            get_tokenizer=self.tokenizer,
+            is_text_needed=not settings.dry_run,
+            vocab_size=self.shape.vocab_size,
+            seed=settings.engine.seed,
+            max_len=self.max_len,
+        )
+        self.check_length(workload.max_tokens)
+        if settings.request_rate is None:
+            return workload
+        return workload.arriving(settings.request_rate, settings.burstiness, settings.engine.seed)
+
+    @property
+    def max_len(self) -> int:
+        """Prompt and output tokens of the longest request that the model and the user allow."""
+        longest = self.shape.max_model_len
+        return min(self.settings.engine.max_model_len or longest, longest)
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse requests that the model or the user's own limit does not take.

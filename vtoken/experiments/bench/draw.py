@@ -20,6 +20,8 @@ def draw_memory(suite: SuiteResult, folder: Path) -> list[Path]:
         row for row in suite.rows
         if row["mode"] in ("naive", "vtoken") and row.get("eviction_ratio") == first
     ]  # fmt: skip
+    if not rows:  # native alone
+        return []
     paths = [plots.utilisation_bars(rows, folder / "memory_utilisation.png")]
     retained = "vtoken_retained_blocks_per_request"
     paths.append(

@@ -33,7 +33,7 @@ from vtoken.experiments.bench.peer_process import (
 )
 from vtoken.experiments.bench.rows import make_row, pair_ratios
 from vtoken.experiments.bench.session import Pool
-from vtoken.experiments.bench.settings import Case
+from vtoken.experiments.bench.settings import BenchSettings, Case
 from vtoken.experiments.bench.workloads import WARM_UP_REPEAT
 from vtoken.models.store import cache_dir
 from vtoken.units import cdiv
@@ -43,6 +43,11 @@ DEFAULT_WORKLOADS = ("text:128+64",)
 DEFAULT_POLICIES = ("h2o",)
 DEFAULT_PRESS = "SnapKVPress"
 NUM_REQUESTS, CONCURRENCY = 4, 4
+
+
+def largest_run(settings: BenchSettings) -> int:
+    """Requests of the largest run."""
+    return settings.num_requests or NUM_REQUESTS
 
 
 def run_peers(context: Context, result: SuiteResult) -> None:
@@ -59,8 +64,8 @@ def run_peers(context: Context, result: SuiteResult) -> None:
     checks = {(engine_of(name), python): name for name, python in settings.peers.items()}
     for (_, python), name in checks.items():
         check_interpreter(name, python)
-    workloads = context.workloads(DEFAULT_WORKLOADS)
-    num = settings.num_requests or NUM_REQUESTS
+    num = largest_run(settings)
+    workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)
     at_once = max(settings.points or (CONCURRENCY,))
     longest = max(w.max_tokens for w in workloads)
     pool = context.ample_pool(at_once, longest)

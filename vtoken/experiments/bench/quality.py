@@ -48,10 +48,11 @@ def run_quality(context: Context, result: SuiteResult) -> None:
     tasks = [
         make_task(
             name, context.tokenizer(), num, prompt_len=settings.prompt_len,
-            output_len=settings.output_len, seed=settings.engine.seed,
+            output_len=settings.output_len, seed=settings.engine.seed, max_len=context.max_len,
         )
         for name in names or MADE
     ]  # fmt: skip
+    result.notes += [task.note for task in tasks if task.note]
     longest = max(task.max_tokens for task in tasks)
     context.check_length(longest)
     cases = _cases(context)

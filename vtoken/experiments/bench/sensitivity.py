@@ -15,13 +15,23 @@ from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.measure import Record
 from vtoken.experiments.bench.pairing import Comparison
 from vtoken.experiments.bench.rows import make_row, pair_ratios
-from vtoken.experiments.bench.settings import DEFAULT_RATIO, DEFAULT_RATIOS, Case
+from vtoken.experiments.bench.settings import (
+    DEFAULT_RATIO,
+    DEFAULT_RATIOS,
+    BenchSettings,
+    Case,
+)
 
 PAPER = "section 5.6, Figure 12"
 DEFAULT_WORKLOADS = ("text:128+64",)
 DEFAULT_POLICIES = ("h2o",)
 NUM_REQUESTS = 4
 FACTORS = ("block_size", "eviction_ratio", "fragmentation_threshold")
+
+
+def largest_run(settings: BenchSettings) -> int:
+    """Requests of the largest run."""
+    return settings.num_requests or NUM_REQUESTS
 
 
 def run_sensitivity(context: Context, result: SuiteResult) -> None:
@@ -32,8 +42,8 @@ def run_sensitivity(context: Context, result: SuiteResult) -> None:
         EngineError: an engine failed.
     """
     settings = context.settings
-    workloads = context.workloads(DEFAULT_WORKLOADS)
-    num = settings.num_requests or NUM_REQUESTS
+    num = largest_run(settings)
+    workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)
     at_once = max(settings.points or (num,))
     longest = max(w.max_tokens for w in workloads)
     # The cases take turns, so the engines of all block sizes are open at once.

@@ -20,7 +20,7 @@ from vtoken.experiments.bench.measure import Record
 from vtoken.experiments.bench.pairing import Comparison, PairRunner, output_tokens
 from vtoken.experiments.bench.rows import add_ratios, make_row, pair_ratios
 from vtoken.experiments.bench.session import Pool
-from vtoken.experiments.bench.settings import Case
+from vtoken.experiments.bench.settings import BenchSettings, Case
 from vtoken.experiments.bench.workloads import Workload
 from vtoken.experiments.capacity_search import BisectSearch, GridSearch, Search
 
@@ -28,6 +28,7 @@ PAPER = "section 5.3, Figure 8"
 DEFAULT_WORKLOADS = ("text:96+64",)
 GRID = (4, 6, 8, 12, 16, 24)
 MAX_CONCURRENCY = 64
+ROUNDS = 2  # requests of a run, for each that is in the engine at a time
 P95, THROUGHPUT = "p95_e2el_ms", "output_throughput"
 MARKED_PERCENT = 10  # by which steps get longer with more requests, where that is worth a word
 
@@ -58,6 +59,30 @@ class Line:
         return max(good, key=lambda c: self.median(c, THROUGHPUT), default=None)
 
 
+def largest_run(settings: BenchSettings) -> int:
+    """Requests of the largest run that there has to be: of the reference, or of a listed point.
+
+    A point above two misses may be left out, but nobody knows that before. What `auto` tries
+    beyond the reference follows the rows there are (`auto_limit`).
+    """
+    is_auto = settings.concurrency == "auto"
+    points = set() if is_auto else set(_grid(settings))
+    if is_auto or settings.slo_p95_e2el_ms is None:
+        points.add(settings.ref_concurrency)
+    return max(_num_requests(settings, point) for point in points)
+
+
+def auto_limit(settings: BenchSettings, workload: Workload) -> int:
+    """The largest concurrency that `auto` tries: a dataset may have rows for fewer."""
+    if workload.max_requests is None or settings.num_requests is not None:
+        return MAX_CONCURRENCY
+    return min(MAX_CONCURRENCY, workload.max_requests // (ROUNDS * settings.repeats))
+
+
+def _num_requests(settings: BenchSettings, concurrency: int) -> int:
+    return settings.num_requests or ROUNDS * concurrency
+
+
 def run_sla(context: Context, result: SuiteResult) -> None:
     """Run the suite, into the result.
 
@@ -72,12 +97,18 @@ def run_sla(context: Context, result: SuiteResult) -> None:
         )
     if "naive" not in settings.modes:
         raise ConfigError("--mode", ",".join(settings.modes), "naive among them: it sets the limit")
-    workloads = context.workloads(DEFAULT_WORKLOADS)
+    workloads = context.workloads(DEFAULT_WORKLOADS, largest_run(settings), result.notes)
     longest = max(w.max_tokens for w in workloads)
-    at_once = max(*_grid(context), settings.ref_concurrency)
+    is_auto = settings.concurrency == "auto"
+    at_once = max(*_grid(settings), settings.ref_concurrency)
     with context.session(max_tokens=longest, max_num_seqs=at_once) as session:
         runner = context.runner(session)
         for workload in workloads:
+            if is_auto and (limit := auto_limit(settings, workload)) < MAX_CONCURRENCY:
+                result.notes.append(
+                    f"{workload.name} has rows for at most {limit} requests at once: auto tries no "
+                    "more."
+                )
             for policy in context.policies():
                 demand = _demand(context, runner, workload, policy)
                 for frac in settings.pool_fracs:
@@ -91,10 +122,10 @@ def run_sla(context: Context, result: SuiteResult) -> None:
     result.nothing_met = bool(result.rows) and not any(row["feasible"] for row in result.rows)
 
 
-def _grid(context: Context) -> tuple[int, ...]:
-    if context.settings.concurrency == "auto":
+def _grid(settings: BenchSettings) -> tuple[int, ...]:
+    if settings.concurrency == "auto":
         return (MAX_CONCURRENCY,)
-    return context.settings.points or GRID
+    return settings.points or GRID
 
 
 def _demand(context: Context, runner: PairRunner, workload: Workload, policy: str) -> int:
@@ -165,10 +196,11 @@ class PoolScan:
         return self.context.settings.sla_factor * self.naive.median(ref, P95)
 
     def _search(self) -> Search:
-        if self.context.settings.concurrency == "auto":
-            guess = self.context.settings.ref_concurrency
-            return BisectSearch(guess, limit=MAX_CONCURRENCY)
-        return GridSearch(_grid(self.context))
+        settings = self.context.settings
+        if settings.concurrency == "auto":
+            limit = auto_limit(settings, self.workload)
+            return BisectSearch(settings.ref_concurrency, limit=limit)
+        return GridSearch(_grid(settings))
 
     def _turn(self, searches: dict[str, Search]) -> bool:
         """One point of every mode that has one left; False when none has."""
@@ -213,7 +245,7 @@ class PoolScan:
             line.records.setdefault(concurrency, []).extend(records)
 
     def _comparison(self, case: Case, concurrency: int, repeat: int) -> Comparison:
-        num = self.context.settings.num_requests or 2 * concurrency
+        num = _num_requests(self.context.settings, concurrency)
         return Comparison(
             suite="sla", workload=self.workload, pool=self.pool, cases=[case],
             num_requests=num, max_concurrency=concurrency, repeats=1, first_repeat=repeat,
@@ -222,7 +254,7 @@ class PoolScan:
     def _announce(self) -> None:
         """Plan for the grid and the confirmation; what is not needed is taken back at the end."""
         settings = self.context.settings
-        points = GRID if settings.concurrency == "auto" else _grid(self.context)
+        points = GRID if settings.concurrency == "auto" else _grid(settings)
         per_point = [output_tokens(self._comparison(self.naive.case, c, 0)) for c in points]
         typical = sorted(per_point)[len(per_point) // 2]
         self._planned = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +37,10 @@ class BenchResult:
 
 
 def suite_module(name: str):
-    """The module of a suite; it has `run_NAME`, `sentences` and `PAPER`."""
+    """The module of a suite; it has `run_NAME`, `sentences` and `PAPER`.
+
+    `largest_run` where `--workload` names requests: how many its largest run takes of them.
+    """
     return import_module(f"vtoken.experiments.bench.{name}")
 
 
@@ -73,6 +76,7 @@ def run_bench(
     result.num_resumed = journal.num_resumed
     context = make_context(settings, journal, listener)
     try:
+        _check_rows(suites, context)
         for suite in suites:
             listener.stage(f"suite {suite}")
             module = suite_module(suite)
@@ -86,3 +90,15 @@ def run_bench(
         suite.notes += suite_module(name).sentences(suite.rows)
         suite.advice += advise(name, suite.rows)
     return result
+
+
+def _check_rows(suites: Sequence[str], context: Context) -> None:
+    """Refuse datasets that are too short for any of the suites, before the first one runs.
+
+    Raises:
+        ConfigError: says for how many requests there are rows.
+    """
+    modules = map(suite_module, suites)
+    largest = [m.largest_run(context.settings) for m in modules if hasattr(m, "largest_run")]
+    if largest:
+        context.workloads((), max(largest), [])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vtoken.errors import ConfigError, nearest
-from vtoken.experiments.bench.workloads import files_called_workloads
+from vtoken.experiments.bench.workloads import files_called_workloads, leave_out_long
 from vtoken.workloads import WorkloadRequest, load_longbench, needle_prompts
 from vtoken.workloads.chat import LengthBounds
 from vtoken.workloads.retrieval import key_value_prompts, line_prompts, multidoc_prompts
@@ -26,10 +26,12 @@ MADE: dict[str, Callable[..., list[WorkloadRequest]]] = {
 class Task:
     """Attributes:
     requests: each with its accepted answers.
+    note: what was left out of a file, in a sentence, or "".
     """
 
     name: str
     requests: Sequence[WorkloadRequest]
+    note: str = ""
 
     @property
     def max_tokens(self) -> int:
@@ -44,11 +46,13 @@ def make_task(
     prompt_len: int | None = None,
     output_len: int | None = None,
     seed: int = 0,
+    max_len: int | None = None,
 ) -> Task:
     """Make a task from its name, or from a file of LongBench-style JSONL.
 
     Args:
         num: questions; of a file those whose prompts are at most `prompt_len` tokens.
+        max_len: as in `make_workload`.
 
     Raises:
         ConfigError: no such task, or a file without usable rows that have answers.
@@ -68,7 +72,8 @@ def make_task(
     )  # fmt: skip
     with files_called_workloads():
         requests = load_longbench(text, tokenizer, output_len=output, bounds=bounds)
-    requests = [r for r in requests if r.answers][:num]
+    requests = [r for r in requests if r.answers]
     if not requests:
         raise ConfigError("--workload", text, "rows with answers to compare with")
-    return Task(name=Path(text).stem, requests=requests)
+    requests, note = leave_out_long(requests, text, max_len)
+    return Task(name=Path(text).stem, requests=requests[:num], note=note)

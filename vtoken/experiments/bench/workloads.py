@@ -41,12 +41,30 @@ class Workload:
     make: (number, repeat) -> requests.
     max_tokens: prompt and output of the longest request.
     max_requests: how many all repeats together have; None: as many as are asked for.
+    note: what was left out of it, in a sentence, or "".
     """
 
     name: str
     make: Callable[[int, int], Sequence[WorkloadRequest]]
     max_tokens: int
     max_requests: int | None = None
+    note: str = ""
+
+    def check_rows(self, num: int, repeats: int) -> None:
+        """Refuse more requests than there are.
+
+        Args:
+            num: requests of the largest run, each of whose repeats takes rows of its own.
+
+        Raises:
+            ConfigError: says how many there are.
+        """
+        if self.max_requests is not None and num * repeats > self.max_requests:
+            raise ConfigError(
+                "--num-prompts and --repeats", f"{num} x {repeats}",
+                f"at most {self.max_requests} together: {self.name} has {self.max_requests} "
+                "usable rows",
+            )  # fmt: skip
 
     def arriving(self, rate_per_s: float, burstiness: float, seed: int) -> Workload:
         """The same requests, arriving at a rate."""
@@ -68,6 +86,7 @@ def make_workload(
     vocab_size: int,
     seed: int = 0,
     is_text_needed: bool = True,
+    max_len: int | None = None,
 ) -> Workload:
     """Read a workload's name.
 
@@ -75,6 +94,8 @@ def make_workload(
         prompt_len, output_len: tokens, where the name does not say and the file has no lengths.
         get_tokenizer: called where there is text.
         is_text_needed: False: lengths alone count, and `text` is made of random ids.
+        max_len: prompt and output tokens of the longest row that is taken from a dataset; None:
+            any.
 
     Raises:
         ConfigError: no such workload, or a file with no usable rows.
@@ -91,7 +112,7 @@ def make_workload(
         with files_called_workloads():
             detect_format(name)  # a path that leads nowhere is said first
             if not is_sized:
-                return _dataset(text, name, get_tokenizer, vocab_size)
+                return _dataset(text, name, get_tokenizer, vocab_size, max_len)
     if name == "random" or not (is_text_needed or is_file):
 
         def make(num: int, repeat: int) -> list[WorkloadRequest]:
@@ -125,7 +146,7 @@ def files_called_workloads() -> Iterator[None]:
         raise ConfigError("--workload", error.value, error.allowed) from error.__cause__
 
 
-def _dataset(text: str, path: str, get_tokenizer, vocab_size: int) -> Workload:
+def _dataset(text: str, path: str, get_tokenizer, vocab_size: int, max_len: int | None) -> Workload:
     """A dataset's own requests; repeats take other rows, the warm-up made-up ones."""
     form = detect_format(path)
     if form == "text":
@@ -134,24 +155,55 @@ def _dataset(text: str, path: str, get_tokenizer, vocab_size: int) -> Workload:
         rows = load_workload(path)
     else:
         rows = load_workload(path, get_tokenizer())
+    rows, note = leave_out_long(rows, text, max_len)
 
     def make(num: int, repeat: int) -> list[WorkloadRequest]:
         if repeat >= WARM_UP_REPEAT:
             first = rows[0]
             length = max(16, min(64, first.prompt_len))
             return random_prompts(num, length, 16, vocab_size=vocab_size, repeat=repeat)
+        workload.check_rows(num, repeat + 1)
         first, last = repeat * num, (repeat + 1) * num
-        if last > len(rows):
-            raise ConfigError(
-                "--num-prompts and --repeats", f"{num} x {repeat + 1}",
-                f"at most {len(rows)} together: {path} has {len(rows)} usable rows",
-            )  # fmt: skip
         return [_with_ids(rows[i], vocab_size, i) for i in range(first, last)]
 
-    return Workload(
+    workload = Workload(
         name=text, make=lru_cache(64)(make), max_tokens=max(r.prompt_len + r.output_len for r in rows),
-        max_requests=len(rows),
+        max_requests=len(rows), note=note,
     )  # fmt: skip
+    return workload
+
+
+def leave_out_long(
+    rows: Sequence[WorkloadRequest], text: str, max_len: int | None
+) -> tuple[list[WorkloadRequest], str]:
+    """Leave out rows of a dataset that are too long for the model, as vLLM's benchmark does.
+
+    Source: vllm/benchmarks/datasets/datasets.py, `is_valid_sequence`.
+
+    Args:
+        text: the workload, as the user gave it.
+        max_len: prompt and output tokens of the longest row; None: any.
+
+    Returns:
+        The rows that stay, and a sentence on the others, "" where there are none.
+
+    Raises:
+        ConfigError: no row stays.
+    """
+    lengths = [row.prompt_len + row.output_len for row in rows]
+    if max_len is None or max(lengths) <= max_len:
+        return list(rows), ""
+    short = [row for row, length in zip(rows, lengths, strict=True) if length <= max_len]
+    if not short:
+        raise ConfigError(
+            "--workload", text,
+            f"rows of at most {max_len:,} tokens with their output, which is what the model or "
+            f"--max-model-len takes; the shortest of its {len(rows)} has {min(lengths):,}",
+        )  # fmt: skip
+    return short, (
+        f"{text}: {len(rows) - len(short)} of {len(rows)} usable rows are left out, being longer "
+        f"than {max_len:,} tokens with their output."
+    )
 
 
 def _with_ids(request: WorkloadRequest, vocab_size: int, index: int) -> WorkloadRequest:
