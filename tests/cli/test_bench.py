@@ -242,6 +242,31 @@ def test_ctrl_c_keeps_runs_and_resume_takes_them_up(tmp_path, capfd, monkeypatch
     assert main(other) == 2 and "runs of the same settings" in capfd.readouterr().err
 
 
+@pytest.mark.vllm
+def test_a_resumed_sensitivity_has_the_rows_of_an_undisturbed_one(tmp_path, monkeypatch) -> None:
+    real, calls = pairing.measure, []
+
+    def measure(*args, **kwargs):
+        calls.append(kwargs)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    args = ["--suite", "sensitivity", "--ratios", "0.3", "--block-sizes", "16,32"]
+    args += ["--thresholds", "0,0.5", "--repeats", "2"]
+
+    def rows(folder, *more: str, code: int = 0) -> list[dict]:
+        assert main([*DRY, *SMALL, *args, *more, "--output", str(folder)]) == code
+        return json.loads((folder / "result.json").read_text())["suites"]["sensitivity"]
+
+    whole = rows(tmp_path / "whole")
+    monkeypatch.setattr(pairing, "measure", measure)
+    cut = rows(tmp_path / "first", code=130)
+    assert len(cut) == len(whole) - 1 and {row["repeats"] for row in cut} == {1}
+    assert rows(tmp_path / "second", "--resume", str(tmp_path / "first")) == whole
+    assert len(calls) == 4 + 5  # the default and three others in two repeats, less three
+
+
 # ---- one real engine -----------------------------------------------------------------------
 
 

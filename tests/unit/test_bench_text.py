@@ -9,7 +9,9 @@ import pytest
 
 from vtoken.errors import ConfigError
 from vtoken.experiments.bench.advice import advise, crossover
-from vtoken.experiments.bench.quality import safe_budget, sentences
+from vtoken.experiments.bench.context import SuiteResult
+from vtoken.experiments.bench.quality import run_quality, safe_budget, sentences
+from vtoken.experiments.bench.settings import BenchSettings
 from vtoken.experiments.bench.workloads import make_workload
 from vtoken.workloads.retrieval import (
     answered,
@@ -71,6 +73,26 @@ def test_a_task_that_full_kv_cannot_do_judges_no_budget() -> None:
     rows = [_quality(0.5, 0.0, 0.0) | {"safe_budget_frac": 0.5}]
     (line,) = sentences(rows)
     assert "no budget can be judged" in line
+
+
+def test_full_kv_alone_names_no_budget() -> None:
+    (line,) = sentences([_quality(1.0, 0.8) | {"policy": ""}])
+    assert line.endswith("no budget was measured.")
+
+
+def test_files_of_one_name_are_refused(tmp_path) -> None:
+    pytest.importorskip("rouge_score", reason="rouge-score is not installed")
+    row = {"context": "The key is 5.", "input": "Which?", "answers": ["5"]}
+    paths = [tmp_path / folder / "keys.jsonl" for folder in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(json.dumps(row) + "\n")
+    context = SimpleNamespace(
+        settings=BenchSettings(suites=("quality",), workloads=tuple(map(str, paths))),
+        tokenizer=WordTokenizer,
+    )
+    with pytest.raises(ConfigError, match="--workload 'keys'.*different names"):
+        run_quality(context, SuiteResult())
 
 
 class WordTokenizer:

@@ -7,9 +7,19 @@ from pathlib import Path
 
 from vtoken.experiments import plots
 from vtoken.experiments.bench.context import SuiteResult
-from vtoken.experiments.plot_style import COLOURS, DASHES, POLICY_COLOURS, new_figure, save
+from vtoken.experiments.plot_style import (
+    COLOURS,
+    DASHES,
+    HATCHES,
+    POLICY_COLOURS,
+    new_figure,
+    policies_of,
+    save,
+    series_label,
+)
 
 Row = Mapping[str, object]
+PEER_COLOUR = "#4457a5"
 
 
 def draw_memory(suite: SuiteResult, folder: Path) -> list[Path]:
@@ -204,3 +214,48 @@ def draw_prefix(suite: SuiteResult, folder: Path) -> list[Path]:
     axes.set_ylabel("blocks per request")
     axes.set_ylim(bottom=0)
     return [save(figure, axes, folder / "prefix_retained_blocks.png", legend=True)]
+
+
+def draw_peers(suite: SuiteResult, folder: Path) -> list[Path]:
+    """Throughput of the peers and of our modes, a plot per workload."""
+    paths = []
+    for number, workload in enumerate(dict.fromkeys(row["workload"] for row in suite.rows)):
+        rows = [row for row in suite.rows if row["workload"] == workload]
+        path = folder / f"peers_throughput_{number}.png"
+        paths.append(throughput_bars(rows, path, title=f"Throughput: {workload}"))
+    return paths
+
+
+def throughput_bars(rows: Sequence[Row], path: Path, *, title: str) -> Path:
+    """Bars of `output_throughput` (tokens/s), a bar per row; lines from the least to the most."""
+    key = "output_throughput"
+    rows = [row for row in rows if row.get(key) is not None]
+    policies = policies_of([row for row in rows if row["policy"]])
+    figure, axes = new_figure(title, rows, width=max(5.0, 1.6 + 1.15 * len(rows)))
+    spread_label, tops = "least and most of the repeats", [1.0]
+    for x, row in enumerate(rows):
+        height = row[key]
+        low, high = row.get(f"{key}_min", height), row.get(f"{key}_max", height)
+        number = policies.index(row["policy"]) if row["policy"] else 0
+        axes.bar(
+            x, height, 0.62, color=COLOURS.get(row["mode"], PEER_COLOUR),
+            hatch=HATCHES[number % len(HATCHES)], edgecolor="white", linewidth=0.8,
+        )  # fmt: skip
+        if low < high:
+            axes.errorbar(
+                x, height, [[height - low], [high - height]], color="black", linewidth=1.2,
+                capsize=4, label=spread_label,
+            )  # fmt: skip
+            spread_label = None  # said once
+        axes.annotate(
+            f"{height:,.1f}", (x, high), xytext=(0, 3), textcoords="offset points", ha="center",
+            fontweight="bold",
+        )  # fmt: skip
+        tops.append(high)
+    labels = [series_label(row, policies) for row in rows]
+    for separator, broken in ((", ", "\n"), (":", "\n"), ("-", "-\n")):
+        labels = [label.replace(separator, broken) for label in labels]
+    axes.set_xticks(range(len(rows)), labels)
+    axes.set_ylabel("output tokens per second")
+    axes.set_ylim(0, 1.18 * max(tops))
+    return save(figure, axes, path, legend=spread_label is None, grid_axis="y", legend_below=True)

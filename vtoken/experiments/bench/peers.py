@@ -198,8 +198,9 @@ def _own_row(
 
 
 def _peer_run(context: Context, runner, turn: Comparison, name: str, peer: Peer) -> Record:
-    case = Case(mode=name, changes=context.settings.peer_args.get(name, {}))
-    key = turn.key(case, turn.first_repeat)
+    # Peers and their settings may differ between a run and its resumption; the key tells.
+    changes = {**context.settings.peer_args.get(name, {}), "version": peer.about["version"]}
+    key = turn.key(Case(mode=name, changes=changes), turn.first_repeat)
     record = context.journal.get(key)
     if record is None:
         requests = turn.workload.make(turn.num_requests, turn.first_repeat)

@@ -52,6 +52,7 @@ def run_quality(context: Context, result: SuiteResult) -> None:
         )
         for name in names or MADE
     ]  # fmt: skip
+    _check_names(tasks)
     result.notes += [task.note for task in tasks if task.note]
     longest = max(task.max_tokens for task in tasks)
     context.check_length(longest)
@@ -63,9 +64,23 @@ def run_quality(context: Context, result: SuiteResult) -> None:
             sum(len(cases) * sum(r.output_len for r in task.requests) for task in tasks)
         )
         for task in tasks:
-            for row in _task_rows(runner, task, cases):
-                result.rows.append(row)
-            _add_safe_budgets(result.rows)
+            try:
+                for row in _task_rows(runner, task, cases):
+                    result.rows.append(row)
+            finally:  # after Ctrl-C: of the budgets there are
+                _add_safe_budgets(result.rows)
+
+
+def _check_names(tasks: Sequence[Task]) -> None:
+    """Refuse two tasks of one name: the journal would give one the answers of the other.
+
+    Raises:
+        ConfigError: says which.
+    """
+    names = [task.name for task in tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("--workload", name, "every task once, and files of different names")
 
 
 def _cases(context: Context) -> list[Case]:
@@ -200,5 +215,8 @@ def sentences(rows: list[dict]) -> list[str]:
             safe = safe_budget([r for r in group if r["policy"] == policy])
             text = "no measured budget" if safe is None else f"{100 * safe:.0f} %"
             found.append(f"{policy} {text}")
+        if not found:
+            lines.append(f"{head}no budget was measured.")
+            continue
         lines.append(f"{head}smallest safe budget: {', '.join(found)}.")
     return lines
