@@ -243,6 +243,27 @@ def test_ctrl_c_keeps_runs_and_resume_takes_them_up(tmp_path, capfd, monkeypatch
 
 
 @pytest.mark.vllm
+def test_a_pair_that_ctrl_c_parted_is_run_again_together(tmp_path, monkeypatch) -> None:
+    """What naive decided is lost with its process, and vtoken is to follow it."""
+    real, calls = pairing.measure, []
+
+    def measure(*args, **kwargs):
+        calls.append(kwargs)
+        if len(calls) == 3:  # the first vtoken
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(pairing, "measure", measure)
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main([*MEMORY, "--output", str(first)]) == 130
+    assert main([*MEMORY, "--output", str(second), "--resume", str(first)]) == 0
+    assert len(calls) == 3 + 5  # all of native, naive, vtoken in two repeats but the first native
+    lines = [json.loads(line) for line in (second / "runs.jsonl").read_text().splitlines()[1:]]
+    found = {line["key"]: line["values"].get("vtoken_decisions") for line in lines}
+    assert sorted(found.values(), key=str) == [None, None, *2 * ["recorded"], *2 * ["replayed"]]
+
+
+@pytest.mark.vllm
 def test_a_resumed_sensitivity_has_the_rows_of_an_undisturbed_one(tmp_path, monkeypatch) -> None:
     real, calls = pairing.measure, []
 

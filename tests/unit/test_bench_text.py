@@ -90,6 +90,7 @@ def test_files_of_one_name_are_refused(tmp_path) -> None:
     context = SimpleNamespace(
         settings=BenchSettings(suites=("quality",), workloads=tuple(map(str, paths))),
         tokenizer=WordTokenizer,
+        max_len=4096,
     )
     with pytest.raises(ConfigError, match="--workload 'keys'.*different names"):
         run_quality(context, SuiteResult())

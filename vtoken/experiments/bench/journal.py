@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vtoken.errors import ConfigError
 from vtoken.experiments.bench.measure import Record
-from vtoken.experiments.results import plain
+from vtoken.experiments.results import plain, write_bytes
 
 FILE_NAME = "runs.jsonl"
 _FREE = {"suites", "repeats", "peers", "peer_args"}  # may differ between a run and its resumption
@@ -39,16 +39,9 @@ class Journal:
             self._start()
 
     def _start(self) -> None:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("w", encoding="utf-8") as file:
-                file.write(json.dumps({"settings": self._settings}) + "\n")
-                for key, record in self.records.items():
-                    file.write(_line(key, record))
-        except OSError as error:
-            raise ConfigError(
-                "--output", str(self._path.parent), f"a folder to write to ({error.strerror})"
-            ) from None
+        lines = [json.dumps({"settings": self._settings}) + "\n"]
+        lines += [_line(key, record) for key, record in self.records.items()]
+        write_bytes(self._path, "".join(lines).encode())  # it may be the file that was read
 
     def _read(self, path: Path) -> None:
         try:

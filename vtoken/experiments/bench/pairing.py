@@ -140,7 +140,7 @@ class PairRunner:
             for case in comparison.cases:
                 key = comparison.key(case, repeat)
                 record = self.journal.get(key)
-                if record is None:
+                if record is None or self._is_to_be_followed(comparison, case, repeat, record):
                     if requests is None:
                         requests = comparison.workload.make(comparison.num_requests, repeat)
                     record = self._measure(comparison, case, repeat, requests, watch_layouts)
@@ -186,11 +186,29 @@ class PairRunner:
         twin = case.with_mode("naive")
         if not any(_same_decisions(twin, other) for other in comparison.cases):
             return {}, "own"
-        name = "".join(c if c.isalnum() else "-" for c in comparison.key(_stripped(twin), repeat))
-        path = self.folder / f"{name}.jsonl"
+        path = self._decisions_path(comparison, twin, repeat)
         if case.mode == "naive":
             return {"record_decisions": str(path)}, "recorded"
         return ({"replay_decisions": str(path)}, "replayed") if path.exists() else ({}, "own")
+
+    def _decisions_path(self, comparison: Comparison, naive: Case, repeat: int) -> Path:
+        key = comparison.key(_stripped(naive), repeat)
+        return self.folder / ("".join(c if c.isalnum() else "-" for c in key) + ".jsonl")
+
+    def _is_to_be_followed(
+        self, comparison: Comparison, case: Case, repeat: int, record: Record
+    ) -> bool:
+        """Whether a run's decisions are gone (an earlier process measured it) and still needed."""
+        is_whole = not record.values.get("vtoken_preemptions")
+        if record.values.get("vtoken_decisions") != "recorded" or not is_whole:
+            return False
+        followers = [
+            other
+            for other in comparison.cases
+            if other.mode == "vtoken" and _same_decisions(other.with_mode("naive"), case)
+        ]
+        is_missing = any(self.journal.get(comparison.key(c, repeat)) is None for c in followers)
+        return is_missing and not self._decisions_path(comparison, case, repeat).exists()
 
     def _warm_up(self, comparison: Comparison, case: Case, pool: Pool) -> None:
         """Run a few requests that count for nothing: first steps allocate and load code."""
