@@ -11,9 +11,11 @@ from peer_fakes import asked, write_openvino
 from vtoken.engine.peer_runner.presses import KvPress, same_length_batches
 from vtoken.errors import ConfigError, EngineError
 from vtoken.experiments.bench import peers as suite
+from vtoken.experiments.bench.context import SuiteResult
 from vtoken.experiments.bench.pairing import Comparison
 from vtoken.experiments.bench.peer_process import Peer, check_interpreter, check_peer_args
 from vtoken.experiments.bench.session import Pool
+from vtoken.experiments.bench.settings import Case
 from vtoken.experiments.bench.workloads import Workload
 from vtoken.workloads import WorkloadRequest
 
@@ -211,7 +213,9 @@ def test_rows_say_pool_budget_concurrency_and_version(library, settings, start) 
         pool=Pool(num_kv_blocks=60, block_size=16), cases=[], num_requests=3, max_concurrency=2,
         repeats=2,
     )  # fmt: skip
-    rows = {row["mode"]: row for row in suite._compare(context, runner, comparison, peers)}
+    result = SuiteResult()
+    suite._compare(context, result, runner, comparison, peers)
+    rows = {row["mode"]: row for row in result.rows}
     assert list(rows) == list(names) and len(done) == 6
     for name, row in rows.items():
         assert row["peer_version"] == "openvino-genai 1.2" and row["engine"] == name
@@ -222,6 +226,37 @@ def test_rows_say_pool_budget_concurrency_and_version(library, settings, start) 
     assert evicting["budget_tokens"] == 192 and "budget_tokens" not in rows["openvino"]
     assert "evicted nothing" in evicting["note"] and "note" not in rows["openvino"]
     assert "evicted nothing" in suite.sentences([evicting])[0]
+
+
+def test_turns_that_were_complete_are_rows_after_ctrl_c() -> None:
+    names = ["stock", "openvino"]
+    asked = []
+
+    def run(requests, concurrency):
+        asked.append(concurrency)
+        if len(asked) == len(names) + 4:  # after the warm-ups: openvino's second turn
+            raise KeyboardInterrupt
+        times = [(0.0, [1.0, 2.0])] * len(requests)
+        return {"times": times, "wall_s": 2.0, "values": {}}
+
+    peers = {n: SimpleNamespace(name=n, about={"version": "1"}, run=run) for n in names}
+    context = SimpleNamespace(
+        journal=SimpleNamespace(get=lambda key: None, put=lambda key, record: None),
+        settings=SimpleNamespace(goodput_ms={}, peer_args={}),
+    )
+    runner = SimpleNamespace(
+        run=lambda turn: {}, raise_if_interrupted=lambda: None, note_done=lambda n, t: None
+    )
+    comparison = Comparison(
+        suite="peers", workload=Workload(name="w", make=lambda n, r: requests(n), max_tokens=48),
+        pool=Pool(num_kv_blocks=60, block_size=16), cases=[Case(mode="native")], num_requests=3,
+        max_concurrency=2, repeats=2,
+    )  # fmt: skip
+    result = SuiteResult()
+    with pytest.raises(KeyboardInterrupt):
+        suite._compare(context, result, runner, comparison, peers)
+    assert {row["mode"]: row["repeats"] for row in result.rows} == {"stock": 2, "openvino": 1}
+    assert result.rows[1]["throughput_over_stock"] == 1.0
 
 
 # ---- kvpress -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from statistics import median
 
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.measure import EVICTED_NOTHING, Record
-from vtoken.experiments.bench.pairing import Comparison, output_tokens
+from vtoken.experiments.bench.pairing import Comparison, Runs, output_tokens
 from vtoken.experiments.bench.peer_process import (
     STOCK,
     Peer,
@@ -84,7 +84,7 @@ def run_peers(context: Context, result: SuiteResult) -> None:
                 )  # fmt: skip
                 runner.plan_comparison(comparison)
                 runner.plan(len(peers) * settings.repeats * output_tokens(comparison))
-                result.rows += _compare(context, runner, comparison, peers)
+                _compare(context, result, runner, comparison, peers)
     finally:
         for peer in peers.values():
             peer.close()
@@ -151,10 +151,26 @@ def stock_cpu_pool(pool: Pool) -> Pool:
     return Pool(num_kv_blocks=blocks, block_size=block_size)
 
 
-def _compare(context: Context, runner, comparison: Comparison, peers) -> list[dict[str, object]]:
-    """Our cases and the peers in turns, repeat by repeat."""
-    own = {case.key: [] for case in comparison.cases}
-    others: dict[str, list[Record]] = {name: [] for name in peers}
+def _compare(
+    context: Context, result: SuiteResult, runner, comparison: Comparison, peers: Mapping[str, Peer]
+) -> None:
+    own: Runs = {case.key: [] for case in comparison.cases}
+    others: Runs = {name: [] for name in peers}
+    try:
+        _take_turns(context, runner, comparison, peers, own, others)
+    finally:  # after Ctrl-C: the runs there are
+        result.rows += _rows(context, comparison, peers, own, others)
+
+
+def _take_turns(
+    context: Context,
+    runner,
+    comparison: Comparison,
+    peers: Mapping[str, Peer],
+    own: Runs,
+    others: Runs,
+) -> None:
+    """Our cases and the peers in turns, repeat by repeat; records go into `own` and `others`."""
     for peer in peers.values():
         peer.run(comparison.workload.make(2, WARM_UP_REPEAT), 2)
     for repeat in range(comparison.repeats):
@@ -164,14 +180,23 @@ def _compare(context: Context, runner, comparison: Comparison, peers) -> list[di
         runner.raise_if_interrupted()
         for name, peer in peers.items():
             others[name].append(_peer_run(context, runner, turn, name, peer))
-    rows = [_peer_row(comparison, peers[name], records) for name, records in others.items()]
-    rows += [_own_row(context, comparison, case, own[case.key]) for case in comparison.cases]
-    runs = [*others.values(), *(own[case.key] for case in comparison.cases)]
-    for row, records in zip(rows, runs, strict=True):
+
+
+def _rows(
+    context: Context, comparison: Comparison, peers: Mapping[str, Peer], own: Runs, others: Runs
+) -> list[dict[str, object]]:
+    rows = []
+    for name, records in others.items():
+        if records:
+            rows.append((_peer_row(comparison, peers[name], records), records))
+    for case in comparison.cases:
+        if records := own[case.key]:
+            rows.append((_own_row(context, comparison, case, records), records))
+    for row, records in rows:
         if records is not others[STOCK]:
             ratios = pair_ratios(records, others[STOCK], "output_throughput")
             row["throughput_over_stock"] = median(ratios) if ratios else None
-    return rows
+    return [row for row, _ in rows]
 
 
 def _peer_row(comparison: Comparison, peer: Peer, records: Sequence[Record]) -> dict[str, object]:
