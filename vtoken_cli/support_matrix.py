@@ -52,6 +52,8 @@ SUPPORT = (
             "cross attention keeps a second cache that policies do not know"),
     Support("an FP8 KV cache", "refused",
             "relocation of scaled KV is not tested; use --kv-cache-dtype auto"),
+    Support("input streams (sessions whose prompt goes on)", "refused",
+            "a request's tokens are counted from its first step, and such a prompt has several"),
     Support("Model Runner V2", "refused",
             "the hooks are written for runner V1; set VLLM_USE_V2_MODEL_RUNNER=0"),
     Support("MLA, Mamba and hybrid models", "refused", _NOT_FULL_ATTENTION),

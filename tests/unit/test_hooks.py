@@ -6,6 +6,8 @@ what a check of the state alone cannot see.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from policy_references import reference_victims
@@ -245,3 +247,32 @@ class TestAdmission:
 def test_scored_policies_need_a_source_of_scores():
     with pytest.raises(ConfigError, match="score"):
         DryEngine(settings(), VTokenConfig(policy="h2o"))
+
+
+def test_who_gets_no_token_or_waits_with_its_last_one_shrinks_alone():
+    """A batch keeps room for a token each, and drops the report that a waiting prompt needs again."""
+    from vtoken.vllm_plugin.eviction import Evictor
+
+    def state(name: str, is_prefill_chunk: bool = False):
+        request = SimpleNamespace(request_id=name, is_prefill_chunk=is_prefill_chunk)
+        return SimpleNamespace(request=request, table=SimpleNamespace(req_id=name))
+
+    done = []
+    together = SimpleNamespace(
+        split=lambda states: (states[:-1], states[-1:]),  # the last one shares blocks, say
+        choose=lambda states, counts: ([s.table.req_id for s in states], counts),
+    )
+    hooks = SimpleNamespace(together=together, planner=None, counters=None, pool=None, manager=None)
+    evictor = Evictor(hooks)
+    evictor.shrink = lambda request, *numbers: done.append((request.request_id, *numbers))
+    evictor.execute_batch = lambda *named: done.append(named)
+    evictor.shrink_all(
+        [
+            (state("decodes"), 3, 1), (state("passed over"), 4, 0), (state("waits", True), 5, 1),
+            (state("decodes too"), 6, 1), (state("shares"), 7, 1),
+        ]
+    )  # fmt: skip
+    assert done == [
+        ("passed over", 4, 0), ("waits", 5, 1), ("shares", 7, 1),
+        (["decodes", "decodes too"], [3, 6]),
+    ]  # fmt: skip

@@ -181,3 +181,23 @@ def test_a_model_with_sliding_windows_does_not_start(model_path, tmp_path):
     settings = EngineSettings(model=str(folder), block_size=32, max_model_len=256, num_kv_blocks=40)
     with pytest.raises(ConfigError, match="SlidingWindowSpec"):
         open_engine(settings, VTokenConfig(policy="random"))
+
+
+def test_a_prompt_that_is_streamed_in_is_refused():
+    from vtoken.vllm_plugin.requests import RequestRefused, _checked_process
+
+    def processor(settings: dict, resumable: bool):
+        request = SimpleNamespace(
+            resumable=resumable, prompt_token_ids=[1], prompt_embeds=None, sampling_params=None
+        )
+        config = SimpleNamespace(additional_config=settings)
+        return _checked_process(lambda self: request), SimpleNamespace(vllm_config=config)
+
+    process, engine = processor({"vtoken": {"policy": "random"}}, resumable=True)
+    with pytest.raises(RequestRefused, match="prompt 'an input stream': a prompt that is complete"):
+        process(engine)
+    for settings, resumable in (
+        ({"vtoken": {"policy": "random"}}, False), ({"vtoken": {"mode": "native"}}, True), ({}, True),
+    ):  # fmt: skip
+        process, engine = processor(settings, resumable)
+        assert process(engine).resumable is resumable

@@ -88,9 +88,9 @@ def _columns(*parts: Sequence[int]) -> tuple[array, list[int]]:
     """Several ints[E] in one array that has to be kept alive, and the address of each."""
     flat: list[int] = []
     for part in parts:
-        flat += part
+        flat.extend(part)  # not +=, which an array would take for addition
+        assert len(part) == len(parts[0])
     numbers, size = array("q", flat), 8 * len(parts[0])
-    assert 8 * len(flat) == size * len(parts)
     first = _address(numbers)
     return numbers, [first + size * i for i in range(len(parts))]
 

@@ -132,13 +132,10 @@ class ChunkLimits:
         return self._slack[1]
 
     def _growth_of(self, decoding: list) -> int:
-        scored = self.hooks.scored
-        if (
-            self.pressure.elastic
-        ):  # whoever holds more than its budget can give, once scores are here
-            return (
-                sum(self.pressure.growth(r, SCORE_DELAY_STEPS) for r in decoding) if scored else 0
-            )
+        scored, growth = self.hooks.scored, self.pressure.growth
+        if self.pressure.elastic:
+            # Whoever holds more than its budget can give, once scores are here.
+            return sum(growth(r, SCORE_DELAY_STEPS) for r in decoding) if scored else 0
         # A prompt is evicted from in its own turn of a step, after all that decode.
         num_steps = SCORE_DELAY_STEPS if scored else 1
-        return sum(self.pressure.growth(r, 1 + num_steps) for r in decoding)
+        return sum(growth(r, 1 + num_steps) for r in decoding)

@@ -56,6 +56,7 @@ class Evictor:
         if hooks.scored:
             for state in states:  # they decode, and this decision is what the report was for
                 hooks.reports.hold(state.table.req_id, hooks.step_seq - 2)
+        assert self._event is None, "a step finishes one batch: the first would never be packed"
         self._event = event = execute_batch(states, ids, counts, 1, self.counters)
         if hooks.caching:  # see _forget_hashes
             written = [states[e].blocks[i] for e, i in zip(*event.rewritten(), strict=True)]
@@ -190,16 +191,22 @@ class Evictor:
     def shrink_all(self, losses: list[tuple[Running, int, int]]) -> None:
         """`shrink` at the head of the step: decoding requests together, the others each alone.
 
+        A prompt with a single token left is not one of them: while it waits, the same report serves
+        it in every step, and a batch drops what it was served by.
+
         Args:
             losses: (request, num_evict, num_new_tokens) each.
         """
-        hooks, wanted = self.hooks, {state.table.req_id: rest for state, *rest in losses}
-        together, alone = hooks.together.split([state for state, *_ in losses])
-        for state in alone:
-            self.shrink(state.request, *wanted[state.table.req_id])
+        hooks = self.hooks
+        decodes = [s for s, _, num_new in losses if num_new == 1 and not s.request.is_prefill_chunk]
+        together, _ = hooks.together.split(decodes)
+        joining = {state.table.req_id for state in together}
+        for state, num_evict, num_new in losses:
+            if state.table.req_id not in joining:
+                self.shrink(state.request, num_evict, num_new)
         if together:
-            counts = [wanted[s.table.req_id][0] for s in together]
-            self.execute_batch(*hooks.together.shrink(together, counts))
+            counts = [n for state, n, _ in losses if state.table.req_id in joining]
+            self.execute_batch(*hooks.together.choose(together, counts))
 
     # ---- end of schedule() -----------------------------------------------------------------
 
@@ -228,8 +235,8 @@ class Evictor:
         event, hooks = self._event, self.hooks
         if event is None:
             return None
-        running = hooks.states.get
-        stays = [running(s.table.req_id) is s for s in event.states]
+        state_of = hooks.states.get
+        stays = [state_of(s.table.req_id) is s for s in event.states]
         if not all(stays):  # the others were preempted since
             if not any(stays):
                 return None

@@ -25,13 +25,13 @@ class Holdings:
     """R requests and what they hold.
 
     Attributes:
-        live, above: int64[R], live tokens; those above the budget, which protected ones never are.
+        live, num_above: int64[R], live tokens; those above the budget, protected ones left out.
         blocks: int64[R], blocks of the row.
     """
 
     states: list[Running]
     live: np.ndarray
-    above: np.ndarray
+    num_above: np.ndarray
     blocks: np.ndarray
 
 
@@ -178,12 +178,12 @@ class PressureControl:
             next_demand = [self._demand(r, int(n)) for r, n in zip(givers, new, strict=True)]
             demand = np.where(new == 1, next_demand, demand)
         new = np.where(new == 1, 1, 0)
-        spare = demand - -(-(held.live - held.above + new) // N)
+        spare = demand - -(-(held.live - held.num_above + new) // N)
         give = share_shortfall(spare, num_blocks)
-        lose = tokens_to_give(give, demand, held.live, new, held.above, N)
+        lose = tokens_to_give(give, demand, held.live, new, held.num_above, N)
         losses = [(held.states[i], int(lose[i]), int(new[i])) for i in np.flatnonzero(lose)]
         free_before = self.pool.get_num_free_blocks()
-        if keep is None:  # a step has one batch
+        if keep is None:  # in one batch, and the evictor finishes one a step
             hooks.evictor.shrink_all(losses)
         else:
             for state, num_evict, num_new in losses:
@@ -220,8 +220,8 @@ class PressureControl:
         held = len(self.hooks.manager.req_to_blocks[request.request_id])
         return cdiv(slots, self.block_size) - held - self.pool.get_num_free_blocks()
 
-    def _growth_before_scores(self, running: list[Running], num_tokens: list[int]) -> int:
-        """Blocks that requests take with so many next tokens each: nobody is evicted from before."""
+    def _blocks_taken(self, running: list[Running], num_tokens: list[int]) -> int:
+        """Blocks that requests take with so many next tokens each, nothing being evicted."""
         hooks, taken = self.hooks, 0
         for state, count in zip(running, num_tokens, strict=True):
             length = state.request.num_computed_tokens + count
@@ -241,12 +241,12 @@ class PressureControl:
         return Holdings(
             states=states,
             live=live,
-            above=np.maximum(live - protected - _budgets(states, lengths - protected), 0),
+            num_above=np.maximum(live - protected - _budgets(states, lengths - protected), 0),
             blocks=np.array([len(s.blocks) for s in states], np.int64),
         )
 
     def wants_reports(self, num_scheduled: dict[str, int]) -> list[str]:
-        """Requests whose scores may be needed two steps from now; the furthest above first.
+        """Requests whose scores may be needed two steps from now; those with most to give first.
 
         Args:
             num_scheduled: tokens of every request of this step, which lengths do not count yet.
@@ -261,16 +261,18 @@ class PressureControl:
             return []  # until its scores are here a request takes a block at most
         running = [self.hooks.states[r.request_id] for r in scheduler.running]
         grown = [SCORE_DELAY_STEPS - 1 + num_scheduled.get(s.table.req_id, 0) for s in running]
-        missing = self._growth_before_scores(running, grown) - room
+        missing = self._blocks_taken(running, grown) - room
         if missing <= 0:
             return []
         has_budget = [state.budget is not None for state in running]
         held = self._holdings(list(compress(running, has_budget)))
         # What it gives then: as in `reclaim`.
         later = held.live + np.array(list(compress(grown, has_budget)), np.int64)
-        gives = -(-later // N) - -(-(held.live - held.above + 1) // N)
-        can = np.flatnonzero((held.above > 0) & (gives > 0))
-        can = can[np.lexsort((held.above[can], gives[can]))[::-1]]  # of equal ones the newest first
+        gives = -(-later // N) - -(-(held.live - held.num_above + 1) // N)
+        can = np.flatnonzero((held.num_above > 0) & (gives > 0))
+        can = can[
+            np.lexsort((held.num_above[can], gives[can]))[::-1]
+        ]  # of equal ones the newest first
         enough = int(gives[can].cumsum().searchsorted(2 * missing)) + 1
         return [held.states[i].table.req_id for i in can[:enough]]
 

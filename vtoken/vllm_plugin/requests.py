@@ -117,6 +117,12 @@ def _checked_process(stock):
     @functools.wraps(stock)
     def process_inputs(self, *args, **kwargs):
         request = stock(self, *args, **kwargs)
+        if request.resumable and config_of(self.vllm_config) is not None:
+            raise RequestRefused(
+                "prompt", "an input stream",
+                "a prompt that is complete: a request's tokens are counted from its first step, and "
+                "such a prompt has several",
+            )  # fmt: skip
         ids, embeds = request.prompt_token_ids, request.prompt_embeds
         length = len(ids) if ids is not None else len(embeds)
         if request.sampling_params is not None:

@@ -70,13 +70,13 @@ class JointChooser:
                 numbers.append(num_evict)
         return self._choose_each(due, numbers, self.chooser.limit_moves)
 
-    def shrink(
+    def choose(
         self, states: list[Running], num_evict: list[int]
     ) -> tuple[list[Running], np.ndarray, list[int]]:
         """Victims of requests that `split` put together, so many of each at most; as `decide`."""
         lengths, batch = self._synced(states)
         if not self._have_one_policy(states):
-            return self._choose_each(states, num_evict, lambda request: None)
+            return self._choose_each(states, num_evict)
         budgets = states[0].budget.all_tokens(lengths)
         return self._choose_together(states, batch, lengths, budgets, num_evict, least=1)
 
@@ -93,17 +93,18 @@ class JointChooser:
         return budget.policy.evict_many is not None and all(s.budget is budget for s in states)
 
     def _choose_each(
-        self, states: list[Running], num_evict: list[int], put_off: Callable
+        self, states: list[Running], num_evict: list[int], limit: Callable | None = None
     ) -> tuple[list[Running], np.ndarray, list[int]]:
         """Let each request's own policy name victims.
 
         Args:
-            put_off: (vLLM's request) takes its plan back where it has to wait.
+            limit: (vLLM's request) takes its plan back where it has to wait.
         """
         hooks = self.hooks
         for state, count in zip(states, num_evict, strict=True):
             self.chooser.choose(state.request, state, count, None)
-            put_off(state.request)
+            if limit is not None:
+                limit(state.request)
         named = [(state, hooks.plans.pop(state.table.req_id, None)) for state in states]
         named = [(state, ids) for state, ids in named if ids is not None]
         parts = [ids for _, ids in named]

@@ -41,7 +41,12 @@ class Journal:
     def _start(self) -> None:
         lines = [json.dumps({"settings": self._settings}) + "\n"]
         lines += [_line(key, record) for key, record in self.records.items()]
-        write_bytes(self._path, "".join(lines).encode())  # it may be the file that was read
+        try:
+            write_bytes(self._path, "".join(lines).encode())  # it may be the file that was read
+        except OSError as error:
+            raise ConfigError(
+                "--output", str(self._path.parent), f"a folder to write to ({error.strerror})"
+            ) from None
 
     def _read(self, path: Path) -> None:
         try:

@@ -198,7 +198,10 @@ class PairRunner:
     def _is_to_be_followed(
         self, comparison: Comparison, case: Case, repeat: int, record: Record
     ) -> bool:
-        """Whether a run's decisions are gone (an earlier process measured it) and still needed."""
+        """Whether a run's decisions are gone (an earlier process measured it) and still needed.
+
+        It decides the same when it is measured again; runs that followed it before are kept.
+        """
         is_whole = not record.values.get("vtoken_preemptions")
         if record.values.get("vtoken_decisions") != "recorded" or not is_whole:
             return False
