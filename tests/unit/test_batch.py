@@ -246,6 +246,16 @@ def test_evict_many_names_what_evict_names(seed, name, recent):
                 table.sync(row[table.num_blocks :], table.num_computed_tokens + g)
 
 
+def test_what_a_policy_hands_over_may_be_arrays():
+    for side in all_sides(2, 4)[1:]:
+        side.grow([20, 30])
+        given = [3, 5], [4, 9], [20, 12]  # counts, first ids, end ids
+        oldest = Tables([s.table for s in side.states]).oldest
+        for parts in (given, [np.array(part) for part in given]):
+            ids, counts = oldest(*parts)
+            assert ids.tolist() == [4, 5, 6, 9, 10, 11] and counts == [3, 3]
+
+
 def test_a_subclass_with_another_rule_has_no_batch_form():
     class Newest(StreamingLLM):
         def evict(self, view):

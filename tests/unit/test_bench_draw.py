@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 
 import pytest
+from drawn_axes import keep_axes
 
 pytest.importorskip("matplotlib")
 
@@ -18,16 +19,7 @@ from vtoken.experiments.plot_style import COLOURS
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The axes of the figures drawn in a test, in order."""
-    seen = []
-    save = draw.save
-
-    def keep(figure, axes, *args, **kwargs):
-        seen.append(axes)
-        return save(figure, axes, *args, **kwargs)
-
-    monkeypatch.setattr(draw, "save", keep)
-    return seen
+    return keep_axes(monkeypatch, draw)
 
 
 def row(mode: str, throughput: float, policy: str = "", workload: str = "text", spread=()) -> dict:

@@ -264,7 +264,7 @@ def test_who_gets_no_token_or_waits_with_its_last_one_shrinks_alone():
     )
     hooks = SimpleNamespace(together=together, planner=None, counters=None, pool=None, manager=None)
     evictor = Evictor(hooks)
-    evictor.shrink = lambda request, *numbers: done.append((request.request_id, *numbers))
+    evictor.shrink = lambda state, *numbers: done.append((state.request.request_id, *numbers))
     evictor.execute_batch = lambda *named: done.append(named)
     evictor.shrink_all(
         [

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from drawn_axes import keep_axes
 
 pytest.importorskip("matplotlib")
 
@@ -18,16 +19,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The axes of the figures drawn in a test, in order."""
-    seen = []
-    save = plots.save
-
-    def keep(figure, axes, *args, **kwargs):
-        seen.append(axes)
-        return save(figure, axes, *args, **kwargs)
-
-    monkeypatch.setattr(plots, "save", keep)
-    return seen
+    return keep_axes(monkeypatch, plots)
 
 
 def point(mode, concurrency, feasible=True, policy="random", **extra):

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vtoken.config import VTokenConfig
+from vtoken.core.budget import NEVER
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.engine.run import run_requests
 from vtoken.testing.engines import CheckedDryEngine
@@ -115,6 +116,8 @@ def test_shrinking_together_is_shrinking_each_alone(policy):
             engine.add(request.request_id, request.prompt_token_ids, request.output_len)
         while engine.has_unfinished():
             engine.step()
+            # Nobody is due by length: the pool says when.
+            assert {s.next_eviction_len for s in engine.hooks.states.values()} <= {NEVER}
         assert engine.check_idle() == [] and engine.counters.preemptions == 0
         traces.append(
             [(t.step_seq, t.req_id, t.live_ids.tolist(), t.num_blocks) for t in engine.hooks.trace]

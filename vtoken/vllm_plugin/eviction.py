@@ -176,12 +176,11 @@ class Evictor:
             return True
         return hooks.reports.has(req_id, hooks.chooser.report_step(request))
 
-    def shrink(self, request, num_evict: int, num_new_tokens: int) -> None:
+    def shrink(self, state: Running, num_evict: int, num_new_tokens: int) -> None:
         """Take tokens from a request now, at the head of the step, and give its blocks back."""
-        hooks, req_id = self.hooks, request.request_id
-        state, blocks = hooks.states[req_id], self.manager.req_to_blocks[req_id]
-        hooks.sync(state, blocks, request.num_computed_tokens)
-        protected_ids = hooks.shares.protect(state, blocks)
+        hooks, request, req_id = self.hooks, state.request, state.table.req_id
+        hooks.sync(state, state.blocks, request.num_computed_tokens)
+        protected_ids = hooks.shares.protect(state, state.blocks)
         hooks.chooser.choose(request, state, num_evict, protected_ids)
         victims = hooks.plans.pop(req_id, None)
         if victims is not None:
@@ -203,7 +202,7 @@ class Evictor:
         joining = {state.table.req_id for state in together}
         for state, num_evict, num_new in losses:
             if state.table.req_id not in joining:
-                self.shrink(state.request, num_evict, num_new)
+                self.shrink(state, num_evict, num_new)
         if together:
             counts = [n for state, n, _ in losses if state.table.req_id in joining]
             self.execute_batch(*hooks.together.choose(together, counts))

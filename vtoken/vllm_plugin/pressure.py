@@ -186,8 +186,8 @@ class PressureControl:
         if keep is None:  # in one batch, and the evictor finishes one a step
             hooks.evictor.shrink_all(losses)
         else:
-            for state, num_evict, num_new in losses:
-                hooks.evictor.shrink(state.request, num_evict, num_new)
+            for loss in losses:
+                hooks.evictor.shrink(*loss)
         return self.pool.get_num_free_blocks() - free_before
 
     def retry(self, request, num_new_tokens: int) -> bool:

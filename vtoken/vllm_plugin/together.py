@@ -59,7 +59,8 @@ class JointChooser:
         if not self.chooser.limits_moves and self._have_one_policy(states):
             budgets = states[0].budget.all_tokens(lengths)
             num_evict = [t.num_live_tokens - n for t, n in zip(batch.tables, budgets, strict=True)]
-            return self._choose_together(states, batch, lengths, budgets, num_evict)
+            least = states[0].budget.interval_tokens
+            return self._choose_together(states, batch, lengths, budgets, num_evict, least)
         due, numbers = [], []
         for state, length in zip(states, lengths, strict=True):
             num_evict = self.planner.num_to_evict(state, length)
@@ -78,7 +79,7 @@ class JointChooser:
         if not self._have_one_policy(states):
             return self._choose_each(states, num_evict)
         budgets = states[0].budget.all_tokens(lengths)
-        return self._choose_together(states, batch, lengths, budgets, num_evict, least=1)
+        return self._choose_together(states, batch, lengths, budgets, num_evict, 1)
 
     def _synced(self, states: list[Running]) -> tuple[list[int], Tables]:
         lengths = [s.request.num_computed_tokens for s in states]
@@ -118,15 +119,14 @@ class JointChooser:
         lengths: list[int],
         budgets: list[int],
         num_evict: list[int],
-        least: int | None = None,
+        least: int,
     ) -> tuple[list[Running], np.ndarray, list[int]]:
         """Let the one policy of all these requests, none of which shares blocks, name victims.
 
         Args:
-            least: who would lose fewer is not due yet; None: the budget's interval.
+            least: who would lose fewer is not due yet.
         """
         budget = states[0].budget
-        least = budget.interval_tokens if least is None else least
         scored: list[ScoredIds] = []
         ready = [n >= least for n in num_evict]
         if self.chooser.needs_scores(states[0]):
