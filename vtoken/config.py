@@ -122,6 +122,12 @@ class VTokenConfig(BaseModel):
             raise _as_config_error(error) from None
 
     @property
+    def run_files(self) -> list[str]:
+        """Files that a run writes or follows."""
+        given = (self.record_decisions, self.replay_decisions, self.record_scores)
+        return [path for path in given if path]
+
+    @property
     def evicts(self) -> bool:
         return self.mode in ("naive", "vtoken")
 

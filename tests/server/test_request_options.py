@@ -6,7 +6,7 @@ import pytest
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
-from vtoken.server.request_options import RequestOptions, read_options, request_budget
+from vtoken.scheduling.request_options import RequestOptions, read_options, request_budget
 
 H2O = VTokenConfig(policy="h2o", eviction_ratio=0.5)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vtoken.core.events import Counters
+from vtoken.core.counters import Counters
 from vtoken.server import stats
 from vtoken.server.stats import KEY_PREFIX, StatsSource, split
 
@@ -67,7 +67,7 @@ def test_the_last_message_of_a_busy_time_is_exact(monkeypatch):
     request = SimpleNamespace(request_id="a", num_computed_tokens=7)
     table = SimpleNamespace(num_evicted_tokens=3, holes=[1, 2])
     source = make_source([request])
-    source.hooks.states["a"] = SimpleNamespace(table=table)
+    source.hooks.requests.by_id["a"] = SimpleNamespace(table=table)
     first = split(source.take())
     assert (first["live_tokens"], first["dead_tokens"], first["running_requests"]) == (4, 2, 1)
     request.num_computed_tokens = 9
@@ -79,7 +79,7 @@ def test_the_last_message_of_a_busy_time_is_exact(monkeypatch):
 def test_sampled_check_counts_what_it_finds():
     source = make_source()
     source.hooks.manager.req_to_blocks = {"gone": [SimpleNamespace(block_id=4)]}
-    source.hooks.step_seq = stats.CHECK_EVERY_STEPS - 1
+    source.hooks.clock.seq = stats.CHECK_EVERY_STEPS - 1
     assert "invariant_violations" not in split(source.take())
-    source.hooks.step_seq += 1
+    source.hooks.clock.seq += 1
     assert split(source.take())["invariant_violations"] == 1  # 10 free + 1 owned + 1 null of 11

@@ -166,8 +166,8 @@ def test_the_sampled_check_is_quiet_on_a_sound_engine(monkeypatch):
         source.take()
     assert source._next_check_step > 90
     assert source.num_violations == 0
-    engine.hooks.states["a"].table.num_live_tokens += 1
+    engine.hooks.requests.by_id["a"].table.num_live_tokens += 1
     for _ in range(6):
-        engine.hooks.step_seq += 1
+        engine.hooks.clock.seq += 1
         source.take()
     assert source.num_violations > 0

@@ -9,10 +9,12 @@ from policy_references import reference_victims
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vtoken.config import VTokenConfig
-from vtoken.core.planner import RequestPlanner
+from vtoken.core import scalar_ops
+from vtoken.core.scalar_ops import ScalarOps
 from vtoken.core.table import RequestTable
 from vtoken.engine.dry import DrySettings
 from vtoken.errors import InvariantViolation
+from vtoken.scheduling.requests import RunningRequest
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.faults import PLAN_FAULTS
 from vtoken.testing.random_work import Workload, drive
@@ -105,65 +107,76 @@ def _blocks_keep_their_hash(monkeypatch):
 
 
 def _evicted_requests_are_cached(monkeypatch):
-    from vtoken.vllm_plugin.hooks import SchedulerHooks
+    from vtoken.scheduling.requests import RunningRequests
 
-    monkeypatch.setattr(SchedulerHooks, "has_evicted", lambda self, req_id: False)
+    monkeypatch.setattr(RunningRequests, "has_evicted", lambda self, req_id: False)
 
 
 def _shared_blocks_are_written(monkeypatch):
-    """Nobody looks whether a block is shared: its tokens die, and its holes are used again."""
-    from vtoken.vllm_plugin.sharing import SharedBlocks
+    """Whether a block is shared is not looked at: its tokens die, and its holes are used again."""
+    from vtoken.scheduling.prefix import PrefixBlocks
 
-    def protect(self, state, blocks):
+    def protect(self, state):
         state.num_protected = 0
 
-    monkeypatch.setattr(SharedBlocks, "protect", protect)
-    monkeypatch.setattr(SharedBlocks, "shared", lambda self, blocks: None)
+    monkeypatch.setattr(PrefixBlocks, "protect", protect)
+    monkeypatch.setattr(PrefixBlocks, "shared", lambda self, blocks: None)
+
+
+def _in_plain_python(monkeypatch):
+    """What is broken below is broken there."""
+    monkeypatch.setattr("vtoken.vllm_plugin.scheduler.load_ops", ScalarOps)
 
 
 def _a_reused_slot_is_the_neighbour(monkeypatch):
-    stock = RequestPlanner._reuse_hole
+    _in_plain_python(monkeypatch)
+    stock = scalar_ops._reuse_hole
 
-    def reuse(self, table, local, step):
-        stock(self, table, local, step)
-        if step.new_token_index > 0:
-            step.new_token_index -= 1
+    def reuse(table, local, layout):
+        stock(table, local, layout)
+        if layout.new_token_index > 0:
+            layout.new_token_index -= 1
 
-    monkeypatch.setattr(RequestPlanner, "_reuse_hole", reuse)
+    monkeypatch.setattr(scalar_ops, "_reuse_hole", reuse)
+
+
+def _layouts_are(monkeypatch, change) -> None:
+    """Let `change` damage every layout that is placed."""
+    _in_plain_python(monkeypatch)
+    stock = scalar_ops._place
+
+    def place(*args):
+        layout = stock(*args)
+        change(layout)
+        return layout
+
+    monkeypatch.setattr(scalar_ops, "_place", place)
 
 
 def _moves_are_not_sent(monkeypatch):
-    stock = RequestPlanner.finalize
+    def change(layout):
+        layout.move_source = layout.move_destination = np.empty(0, np.int64)
 
-    def finalize(self, *args, **kwargs):
-        step = stock(self, *args, **kwargs)
-        if step is not None:
-            step.move_source = step.move_destination = None
-        return step
-
-    monkeypatch.setattr(RequestPlanner, "finalize", finalize)
+    _layouts_are(monkeypatch, change)
 
 
 def _tables_forget_a_move(monkeypatch):
-    stock = RequestTable.move
-    monkeypatch.setattr(RequestTable, "move", lambda self, s, d: stock(self, s[:-1], d[:-1]))
+    _in_plain_python(monkeypatch)
+    stock = RequestTable.apply_moves
+    monkeypatch.setattr(RequestTable, "apply_moves", lambda t, s, d: stock(t, s[:-1], d[:-1]))
 
 
 def _rows_keep_their_order(monkeypatch):
-    stock = RequestPlanner.finalize
+    def change(layout):
+        if layout.kept is not None:
+            layout.kept = np.sort(layout.kept)
 
-    def finalize(self, *args, **kwargs):
-        step = stock(self, *args, **kwargs)
-        if step is not None and step.kept is not None:
-            step.kept = np.sort(step.kept)
-        return step
-
-    monkeypatch.setattr(RequestPlanner, "finalize", finalize)
+    _layouts_are(monkeypatch, change)
 
 
 def _evicts_one_too_many(monkeypatch):
-    stock = RequestPlanner.num_to_evict
-    monkeypatch.setattr(RequestPlanner, "num_to_evict", lambda self, *a: stock(self, *a) + 1)
+    stock = RunningRequest.num_above_budget
+    monkeypatch.setattr(RunningRequest, "num_above_budget", lambda s, length: stock(s, length) + 1)
 
 
 def _tables_are_left(monkeypatch):

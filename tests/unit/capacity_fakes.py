@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from vtoken.core.events import Counters
+from vtoken.core.counters import Counters
 from vtoken.engine import FinishedRequest, StepEngine
 from vtoken.experiments.capacity_pool import Host
 from vtoken.experiments.model_shapes import ModelShape

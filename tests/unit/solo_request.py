@@ -1,4 +1,4 @@
-"""One request driven through the planner by hand: a pool of its own, no scheduler, no vLLM.
+"""One request driven through table operations by hand: a pool of its own, no scheduler, no vLLM.
 
 Freed blocks are handed out again at once, so a move that came too late would read poison.
 """
@@ -11,93 +11,112 @@ from types import SimpleNamespace
 import numpy as np
 
 from vtoken.core.budget import Budget
-from vtoken.core.events import Counters, build_step_plan
+from vtoken.core.counters import Counters
 from vtoken.core.invariants import check_row, check_step_plan, check_table
-from vtoken.core.planner import PlannerSettings, RequestPlanner, RequestState
+from vtoken.core.messages import StepPlan
+from vtoken.core.ops import Change, LayoutRules, apply_to_block_table
+from vtoken.core.reclaim import blocks_needed
+from vtoken.core.scalar_ops import ScalarOps
 from vtoken.core.table import RequestTable
+from vtoken.scheduling.select import request_view
 from vtoken.testing.worker_model import WorkerModel, chunk_contents, sample, sum_of
 
 
 class SoloRequest:
     """Attributes:
     live: {logical id: content}, what should be held; kept by the caller's own reckoning.
-    row: the pool's row; placeholders are 0.
-    last: the RequestStep of the last step; release: its Release.
+    row: the pool's block table; placeholders are 0.
+    last: what the last step's plan says of the request, None where it says nothing.
     """
 
     def __init__(
         self, budget: Budget | None, *, block_size: int = 4, num_blocks: int = 40,
         moves: bool = True, fragmentation_threshold: float = 0.0,
     ) -> None:  # fmt: skip
-        self.block_size = block_size
-        self.counters = Counters()
-        settings = PlannerSettings(moves=moves, fragmentation_threshold=fragmentation_threshold)
-        self.planner = RequestPlanner(settings, self.counters)
-        self.state = RequestState(RequestTable("r", block_size), budget, 8, prompt_hash=77)
+        self.block_size, self.budget = block_size, budget
+        self.counters, self.ops = Counters(), ScalarOps()
+        self.rules = LayoutRules(moves=moves, fragmentation_threshold=fragmentation_threshold)
+        self.table = RequestTable("r", block_size)
+        self.num_protected = 0
+        self.change: Change | None = None
         self.worker = WorkerModel(num_blocks + 1, block_size)
         self.free = list(range(num_blocks, 0, -1))
         self.row: list[int] = []
         self.live: dict[int, int] = {}
         self.tokens = [30 + i % 7 for i in range(400)]
         self.length = self.num_steps = 0
-        self.last = self.release = None
-
-    @property
-    def table(self) -> RequestTable:
-        return self.state.table
+        self.last = None
 
     def sync(self) -> None:
-        self.table.sync(self.row[self.table.num_blocks :], self.length)
+        self.table.sync_new_tokens(self.row[self.table.num_blocks :], self.length)
 
-    def due_victims(self, pinned_ids=None) -> np.ndarray:
+    def num_above_budget(self) -> int:
+        live = self.length - self.table.num_evicted_tokens - self.num_protected
+        return live - self.budget.tokens(self.length - self.num_protected)
+
+    def named(self, num_evict: int, protected_ids=None, scores=None) -> np.ndarray:
+        """What the policy names, ascending."""
+        view = request_view(
+            self.table, self.budget, num_evict, protected_ids, scores, num_prompt_tokens=8,
+            num_protected=self.num_protected, seed=0, prompt_hash=77,
+        )  # fmt: skip
+        return np.sort(self.budget.policy.evict(view))
+
+    def due_victims(self) -> np.ndarray:
         """What the policy evicts now; empty when nothing is due."""
-        state = self.state
-        num_evict = self.planner.num_to_evict(state, self.length) if state.budget else 0
-        if not state.budget or num_evict < state.budget.interval_tokens:
+        if self.budget is None or self.num_above_budget() < self.budget.interval_tokens:
             return np.empty(0, np.int32)
-        return self.planner.decide(state, num_evict=num_evict, protected_ids=pinned_ids)
+        return self.named(self.num_above_budget())
 
-    def step(self, n: int, victims=None, pinned: np.ndarray | None = None, **execute) -> None:
+    def step(self, n: int, victims=None, pinned: np.ndarray | None = None, **change) -> None:
         """Schedule n tokens, after evicting `victims` (None: what the policy says)."""
         self.num_steps += 1
-        fresh = self.length == 0
+        fresh, plan = self.length == 0, None
         if not fresh:
             self.sync()
             victims = self.due_victims() if victims is None else np.asarray(victims, np.int32)
-            if len(victims) or execute:
-                self._execute(victims, n, pinned, **execute)
+            if len(victims) or change:
+                self._evict(victims, n, pinned, **change)
         grown = self._allocate(n)
-        self.last = (
-            None if fresh else self.planner.finalize(self.state, n, lambda start: self.row[start:])
-        )
-        plan = build_step_plan(self.num_steps, [self.last] if self.last else [], [])
-        if plan is not None:
-            plan = pickle.loads(pickle.dumps(plan))
-            wrong = check_step_plan(plan, len(self.worker.kv), set(), self.block_size)
-            assert not wrong, wrong
+        if not fresh:
+            plan = self._place(n)
+        self.last = None if plan is None else _of_one(plan)
         self._work(plan, n, grown, fresh)
         self.check()
 
-    def _execute(self, victims, n, pinned, **execute) -> None:
+    def _evict(self, victims, n, pinned, **change) -> None:
         for i in victims:
             del self.live[int(i)]
-        self.release = release = self.planner.execute(self.state, victims, n, pinned, **execute)
-        if release is None:
-            return
-        self.free += [self.row[i] for i in release.released]
-        if release.leaves_placeholder:
-            for i in release.released:
-                self.row[i] = 0
-        elif release.kept is not None:
-            self.row = [self.row[i] for i in release.kept]
+        self.change = Change(self.table, self.rules, n, pinned=pinned, **change)
+        self.ops.evict([self.change], victims, [len(victims)])
+        if len(victims):
+            self.counters.note_evicted([self.change], len(victims))
+        self.counters.dropped_blocks += len(self.change.released)
+        self.free += reversed(apply_to_block_table(self.change, self.row, 0))
+
+    def _place(self, n: int) -> StepPlan | None:
+        holes = self.rules.moves and n == 1 and len(self.table.holes)
+        if self.change is None and not holes:
+            return None
+        change, self.change = self.change or Change(self.table, self.rules), None
+        plan = self.ops.place([change], [n], lambda e, first: self.row[first:])
+        self.counters.note_placed([change], plan)
+        plan = pickle.loads(pickle.dumps(plan))
+        wrong = check_step_plan(plan, len(self.worker.kv), set(), self.block_size)
+        assert not wrong, wrong
+        return plan
 
     def _allocate(self, n: int) -> list[int]:
         if n == 0:
             return []
-        if self.table.num_computed_tokens == 0:
+        table = self.table
+        if table.num_computed_tokens == 0:
             needed = -(-n // self.block_size)
+        elif not self.rules.moves:
+            needed = -(-(table.num_computed_tokens + n) // self.block_size)
         else:
-            needed = self.planner.num_blocks_needed(self.state, n)
+            packs = self.change is not None and self.change.packs
+            needed = blocks_needed(table, n, packs=packs)
         grown = [self.free.pop() for _ in range(needed - len(self.row))]
         self.row += grown
         return grown
@@ -144,3 +163,13 @@ class SoloRequest:
         assert held.tolist() == [self.live[int(i)] for i in ids]
         owned = [b for b in self.row if b]
         assert sorted(owned + self.free) == list(range(1, self.worker.num_blocks))
+
+
+def _of_one(plan: StepPlan) -> SimpleNamespace:
+    """A plan's entry of its only request."""
+    source, destination = plan.moves_of(0)
+    return SimpleNamespace(
+        num_reclaimed=int(plan.num_reclaimed[0]), new_token_index=int(plan.new_token_index[0]),
+        mask_kind=int(plan.mask_kind[0]), move_source=source, move_destination=destination,
+        kept=plan.row_of(0) if plan.rewrites_row[0] else None,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ N = 4
 def add(tables: TokenTable, req_id: str, num_tokens: int):
     first = 1 + 1000 * len(tables)
     table = tables.add(req_id)
-    table.sync(list(range(first, first + -(-num_tokens // N))), num_tokens)
+    table.sync_new_tokens(list(range(first, first + -(-num_tokens // N))), num_tokens)
     return table
 
 
@@ -43,7 +43,7 @@ def test_a_table_that_outgrows_its_region_takes_everything_along():
     tables = TokenTable(N)
     a, b = add(tables, "a", 100), add(tables, "b", 30)
     gone = np.array([3, 50, 51])
-    a.evict(gone)
+    a.evict_tokens(gone)
     a.move(a.index_of[99:100], a.holes[:1])
     before = a.ids_by_physical_index().tolist()
     a.sync(list(range(5000, 5500)), 1500)
@@ -101,7 +101,7 @@ def test_tables_take_at_most_sixteen_bytes_a_token():
         for length in range(1024, 20_000, 997):
             for table in grown:
                 new = -(-length // block_size) - table.num_blocks
-                table.sync(list(range(1, 1 + new)), length)
+                table.sync_new_tokens(list(range(1, 1 + new)), length)
             arrays = [getattr(tables.arena, n) for n in (*TOKEN_ARRAYS, *BLOCK_ARRAYS)]
             taken = sum(a.nbytes for a in arrays) / (length * len(grown))
             assert taken <= 16, (others, length, taken)

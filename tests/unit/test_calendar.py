@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from vtoken.core.calendar import Calendar
+from vtoken.scheduling.calendar import Calendar
 
 
 def test_a_request_comes_back_in_its_step_and_not_before():
     calendar = Calendar()
     calendar.watch("a")
     calendar.watch("b")
-    calendar.put_off("a", 5)
+    calendar.defer("a", 5)
     for step_seq in range(1, 5):
         calendar.open(step_seq)
         assert list(calendar.watched) == ["b"]
@@ -21,11 +21,11 @@ def test_a_request_comes_back_in_its_step_and_not_before():
 
 def test_only_the_last_appointment_counts():
     calendar = Calendar()
-    calendar.put_off("a", 2)
-    calendar.put_off("a", 4)
-    calendar.put_off("b", 2)
+    calendar.defer("a", 2)
+    calendar.defer("a", 4)
+    calendar.defer("b", 2)
     calendar.watch("b")
-    calendar.put_off("b", None)
+    calendar.defer("b", None)
     for step_seq, watched in ((1, []), (2, []), (3, []), (4, ["a"])):
         calendar.open(step_seq)
         assert list(calendar.watched) == watched
@@ -33,7 +33,7 @@ def test_only_the_last_appointment_counts():
 
 def test_a_forgotten_request_does_not_come_back():
     calendar = Calendar()
-    calendar.put_off("a", 2)
+    calendar.defer("a", 2)
     calendar.watch("b")
     calendar.forget("a")
     calendar.forget("b")

@@ -10,7 +10,7 @@ import pytest
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
-from vtoken.vllm_plugin.decisions import (
+from vtoken.recording.decisions import (
     SCHEMA,
     DecisionRecorder,
     DecisionReplay,

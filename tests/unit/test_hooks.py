@@ -1,4 +1,4 @@
-"""SchedulerHooks in vLLM's scheduler: sharing, the prefix cache, admission, what is forgotten.
+"""A step in vLLM's scheduler: sharing, the prefix cache, admission, what is forgotten.
 
 Every engine here checks itself after every step (`vtoken.testing.engines`); the tests below add
 what a check of the state alone cannot see.
@@ -101,7 +101,7 @@ class TestPrefixCache:
         cached = [b.block_id for b in e.block_pool.blocks if b.block_hash is not None]
         assert len(cached) == 8
         steps(e, 1)
-        table = e.hooks.states["a"].table
+        table = e.hooks.requests.by_id["a"].table
         for b in blocks_of(e, "a"):
             if b.block_hash is not None:
                 # Still a hit: then all its tokens are there, in their order.
@@ -134,14 +134,14 @@ class TestSteps:
         e.add("a", PREFIX, 20)
         e.step()
         hooks = e.hooks
-        hooks.begin_step()
-        assert ("a" in hooks.plans) == (not is_decoding)
+        hooks.begin()
+        assert ("a" in hooks.selector.waiting) == (not is_decoding)
         assert (hooks.counters.evicted_tokens > 0) == is_decoding
-        hooks.note_allocation(1 if is_decoding else 8)
-        hooks.execute("a")
+        request = e.scheduler.requests["a"]
+        hooks.on_allocate(request, 1 if is_decoding else 8)
         evicted, free = hooks.counters.evicted_tokens, e.block_pool.get_num_free_blocks()
         assert evicted > 0
-        hooks.execute("a")
+        hooks.on_allocate(request, 1 if is_decoding else 8)
         assert hooks.counters.evicted_tokens == evicted
         assert e.block_pool.get_num_free_blocks() == free
 
@@ -159,10 +159,12 @@ class TestSteps:
             e.add(f"r{i}", [*PREFIX[: 4 * i + 1], i], 50)
         steps(e, 12)
         e.abort(["r0", "r3"])
-        assert not {"r0", "r3"} & (set(e.hooks.states) | {t.req_id for t in e.hooks.tables})
+        requests = e.hooks.requests
+        assert not {"r0", "r3"} & (set(requests.by_id) | {t.req_id for t in requests.tables})
         finish_all(e)
         hooks = e.hooks
-        assert not (hooks.states or len(hooks.tables) or hooks.plans or hooks.shares.sharing)
+        assert not (hooks.requests.by_id or len(hooks.requests.tables))
+        assert not (hooks.selector.waiting or hooks.prefix.sharing)
 
     def test_preempted_requests_start_from_nothing(self):
         e = engine({"num_kv_blocks": 12, "max_num_batched_tokens": 16}, mode="naive")
@@ -204,7 +206,7 @@ class TestScores:
 class TestAdmission:
     def test_a_request_that_can_never_fit_is_refused_with_the_numbers(self):
         e = engine({"num_kv_blocks": 6}, kv_budget_tokens=20)
-        with pytest.raises(ConfigError, match=r"40 prompt \+ 60 output.*needs 7 blocks.*has 6"):
+        with pytest.raises(ConfigError, match=r"40 prompt \+ 60 output.*needs 7 KV blocks.*has 6"):
             e.add("a", list(range(40)), 60)
         assert not e.has_unfinished()
         e.add("b", list(range(8)), 10)

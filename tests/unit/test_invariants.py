@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from test_table import evict, table_of
 
-from vtoken.core.events import RequestStep, build_step_plan
 from vtoken.core.invariants import (
     check_conservation,
     check_packed,
@@ -17,6 +16,7 @@ from vtoken.core.invariants import (
     check_table,
     check_unique_mapping,
 )
+from vtoken.core.messages import Layout, plan_of_layouts
 
 
 def holed_table():
@@ -121,10 +121,10 @@ def test_a_plan_that_moves_must_release():
 def plan_of(*moves):
     """A StepPlan of (request id, sources, destinations) in vLLM slots."""
     steps = [
-        RequestStep(r, 0, move_source=np.array(s, np.int64), move_destination=np.array(d, np.int64))
+        Layout(r, 0, move_source=np.array(s, np.int64), move_destination=np.array(d, np.int64))
         for r, s, d in moves
     ]
-    return build_step_plan(1, steps, [])
+    return plan_of_layouts(steps)
 
 
 GOOD = ("a", [20, 21], [8, 9])
@@ -153,5 +153,5 @@ def test_step_plan(moves, shared, found):
 
 
 def test_a_plan_without_moves_passes():
-    plan = build_step_plan(1, [RequestStep("a", 2)], [])
+    plan = plan_of_layouts([Layout("a", 2)])
     assert check_step_plan(plan, 40, {1}, 4) == []

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from solo_request import SoloRequest
 
-from vtoken.core.move_limit import MoveLimit, most_moves
+from vtoken.core.reclaim import most_moves
+from vtoken.scheduling.move_limit import MoveLimit
 
 
 @settings(max_examples=150, deadline=None)
@@ -74,7 +75,7 @@ def moves_per_step(num_blocks: int, **config) -> tuple[list[int], SimpleNamespac
         before = e.counters.moved_tokens
         e.step()
         found.append(e.counters.moved_tokens - before)
-        for state in e.hooks.states.values():
+        for state in e.hooks.requests.by_id.values():
             most_live = max(most_live, state.table.num_live_tokens)
     return found, SimpleNamespace(counters=e.counters, most_live=most_live)
 

@@ -44,24 +44,6 @@ def test_streaming_llm_drops_the_oldest_after_the_sinks():
     assert evict(policy, evict=3, budget=9, protected_tokens=8) == [8, 9, 10]
 
 
-@pytest.mark.parametrize("name", ["streaming-llm", "sliding-window"])
-def test_streaming_never_computes_all_live_ids(name):
-    def never():
-        raise AssertionError("an O(context) read")
-
-    view = RequestView(
-        live_ids=never,
-        scores=never,
-        num_computed_tokens=100,
-        num_prompt_tokens=10,
-        budget_tokens=90,
-        num_evict=2,
-        oldest=lambda count, first_id=0: np.arange(first_id, first_id + count, dtype=np.int32),
-    )
-    first = 4 if name == "streaming-llm" else 0
-    assert make_policy(name, block_size=16).evict(view).tolist() == [first, first + 1]
-
-
 def test_streaming_llm_leaves_an_explicit_recent_window_alone():
     policy = make_policy("streaming-llm", block_size=16, recent_tokens=14)
     assert evict(policy, evict=5) == [4, 5]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vtoken.core.pressure import OutputLengths, PoolView, share_shortfall, tokens_to_give
-from vtoken.core.sharing import copy_gain_blocks
+from vtoken.scheduling.output_lengths import OutputLengths
+from vtoken.scheduling.prefix import copy_gain_blocks
+from vtoken.scheduling.shortfall import PoolView, share_shortfall, tokens_to_give
 
 
 def one_at_a_time(spare: np.ndarray, count: int) -> np.ndarray:

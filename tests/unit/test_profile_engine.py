@@ -114,7 +114,7 @@ def test_a_timer_refuses_an_engine_that_lost_a_boundary(engine) -> None:
 def test_the_dry_suite_counts_each_eviction_once() -> None:
     us, engine = scale.event_us("h2o", 256)
     assert len(us) >= scale.EVENTS_PER_CONTEXT - 1 and max(us) > 0
-    (state,) = engine.hooks.states.values()
+    (state,) = engine.hooks.requests.by_id.values()
     assert state.table.num_live_tokens >= 256
     length = state.table.num_computed_tokens
     assert 8 <= host_bytes(engine.hooks) / length < 64

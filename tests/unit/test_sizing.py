@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from solo_request import SoloRequest
-from test_planner import budget
+from test_scalar_ops import budget
 
 from vtoken.config import VTokenConfig
+from vtoken.core.budget import peak_tokens
 from vtoken.errors import ConfigError
-from vtoken.vllm_plugin.sizing import config_of, peak_blocks_per_request, peak_tokens
+from vtoken.vllm_plugin.settings import config_of, peak_blocks_per_request
 
 
 def vllm_config(settings) -> SimpleNamespace:

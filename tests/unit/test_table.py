@@ -16,12 +16,12 @@ def table_of(num_tokens: int, block_ids=None, block_size: int = N) -> RequestTab
     table = RequestTable("r", block_size)
     if block_ids is None:
         block_ids = range(10, 10 + -(-num_tokens // block_size))
-    table.sync(list(block_ids), num_tokens)
+    table.sync_new_tokens(list(block_ids), num_tokens)
     return table
 
 
 def evict(table: RequestTable, *ids: int) -> None:
-    table.evict(np.array(ids, np.int32))
+    table.evict_tokens(np.array(ids, np.int32))
 
 
 class TestGrowth:
@@ -37,8 +37,8 @@ class TestGrowth:
         eager, lazy = RequestTable("r", N), RequestTable("r", N)
         for length in range(1, 19):
             held = blocks[: -(-length // N)]
-            eager.sync(held[eager.num_blocks :], length)
-        lazy.sync(blocks, 18)
+            eager.sync_new_tokens(held[eager.num_blocks :], length)
+        lazy.sync_new_tokens(blocks, 18)
         for name in ("index_of", "id_at", "row", "pos_of", "block_id"):
             a, b = getattr(eager, name), getattr(lazy, name)
             width = min(len(a), len(b))
@@ -48,7 +48,7 @@ class TestGrowth:
     def test_a_row_may_be_longer_than_the_tokens_need(self):
         table = table_of(2, [5, 6, 7])
         assert table.num_blocks == 3
-        table.sync([], 11)
+        table.sync_new_tokens([], 11)
         assert table.slots_of(table.index_of[np.array([10])]).tolist() == [7 * N + 2]
 
     def test_growth_beyond_the_row_is_a_bug_of_ours(self):
@@ -65,7 +65,7 @@ class TestGrowth:
 class TestEviction:
     def test_holes_keep_their_place_and_are_counted(self):
         table = table_of(8)
-        slots = table.evict(np.array([1, 6], np.int32))
+        slots = table.evict_tokens(np.array([1, 6], np.int32))
         assert table.ids_by_physical_index().tolist() == [0, -1, 2, 3, 4, 5, -1, 7]
         assert table.live_mask().tolist() == [True, False, True, True, True, True, False, True]
         assert sorted(slots.tolist()) == sorted(table.holes.tolist())
@@ -77,7 +77,7 @@ class TestEviction:
     def test_growth_goes_on_at_the_tail_and_not_in_holes(self):
         table = table_of(6)
         evict(table, 0, 1)
-        table.sync([12], 9)
+        table.sync_new_tokens([12], 9)
         assert table.ids_by_physical_index().tolist() == [-1, -1, 2, 3, 4, 5, 6, 7, 8]
 
     def test_a_token_dies_once(self):
@@ -109,7 +109,7 @@ class TestMoves:
         evict(table, 7)
         a, b, hole = (int(table.index_of[i]) for i in (0, 1, 2))
         evict(table, 2)
-        table.move(np.array([b], np.int32), np.array([hole], np.int32))
+        table.apply_moves(np.array([b], np.int32), np.array([hole], np.int32))
         assert table.index_of[1] == hole and table.id_at[hole] == 1 and table.id_at[b] == -1
         assert table.index_of[0] == a
         assert table.live_per_block().tolist() == [3, 3]
@@ -117,17 +117,17 @@ class TestMoves:
     def test_live_counts_follow_a_move_between_blocks(self):
         table = table_of(8)
         evict(table, 0)
-        table.move(table.index_of[np.array([7])], np.array([0], np.int32))
+        table.apply_moves(table.index_of[np.array([7])], np.array([0], np.int32))
         assert table.live_per_block().tolist() == [4, 3]
         assert table.ids_by_physical_index().tolist() == [7, 1, 2, 3, 4, 5, 6, -1]
 
     def test_a_destination_must_be_dead_and_a_source_alive(self):
         table = table_of(4)
         with pytest.raises(AssertionError):
-            table.move(table.index_of[np.array([0])], table.index_of[np.array([1])])
+            table.apply_moves(table.index_of[np.array([0])], table.index_of[np.array([1])])
         evict(table, 0)
         with pytest.raises(AssertionError):
-            table.move(np.array([0], np.int32), np.array([0], np.int32))
+            table.apply_moves(np.array([0], np.int32), np.array([0], np.int32))
 
     def test_the_next_token_takes_a_dead_slot(self):
         table = table_of(8)
@@ -162,7 +162,7 @@ class TestRows:
         evict(table, 4, 5, 6, 7)
         table.forget_handles(table.set_row(np.array([0, 2])))
         table.holes, table.num_physical_tokens = table.holes[:0], 8
-        table.sync([9], 14)
+        table.sync_new_tokens([9], 14)
         assert table.row_block_ids().tolist() == [4, 6, 9]
         assert table.live_ids().tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 12, 13]
         assert table.slots_of(table.index_of[np.array([12, 13])]).tolist() == [36, 37]
@@ -176,31 +176,22 @@ class TestRows:
 
 
 class TestTokenTable:
-    """The paper's three interfaces."""
-
-    def test_sync_evict_move(self):
+    def test_tables_of_several_requests_are_apart(self):
         tables = TokenTable(N)
-        tables.sync_new_tokens("a", [3, 4], 7)
-        tables.sync_new_tokens("b", [5], 2)
-        tables.evict_token("a", 1)
-        tables.evict_tokens("a", [2, 3])
-        assert tables["a"].live_ids().tolist() == [0, 4, 5, 6]
-        source = tables["a"].index_of[np.array([6])].copy()
-        tables.apply_moves("a", (source, np.array([1], np.int32)))
-        assert tables["a"].ids_by_physical_index().tolist() == [0, 6, -1, -1, 4, 5, -1]
-        assert tables["b"].live_ids().tolist() == [0, 1]
+        a, b = tables.add("a"), tables.add("b")
+        a.sync_new_tokens([3, 4], 7)
+        b.sync_new_tokens([5], 2)
+        a.evict_tokens(np.array([1, 2, 3], np.int32))
+        assert a.live_ids().tolist() == [0, 4, 5, 6]
+        source = a.index_of[np.array([6])].copy()
+        a.apply_moves(source, np.array([1], np.int32))
+        assert a.ids_by_physical_index().tolist() == [0, 6, -1, -1, 4, 5, -1]
+        assert b.live_ids().tolist() == [0, 1]
         assert len(tables) == 2 and "a" in tables and "c" not in tables
-
-    def test_sync_takes_the_whole_row_and_the_whole_length(self):
-        tables = TokenTable(N)
-        tables.sync_new_tokens("a", [3], 4)
-        tables.sync_new_tokens("a", [3, 8], 6)
-        assert tables["a"].row_block_ids().tolist() == [3, 8]
-        assert tables["a"].num_computed_tokens == 6
 
     def test_forgetting_and_adding_again_starts_empty(self):
         tables = TokenTable(N)
-        tables.sync_new_tokens("a", [3], 4)
+        tables.add("a").sync_new_tokens([3], 4)
         tables.forget("a")
         tables.forget("a")
         assert len(tables) == 0 and tables.get("a") is None

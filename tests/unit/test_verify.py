@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vtoken.config import VTokenConfig
-from vtoken.core.events import RequestStep, build_step_plan
+from vtoken.core.messages import Layout, plan_of_layouts
 from vtoken.errors import ConfigError
 from vtoken.verify.base import CHECKS, INVARIANTS, Tally, invariant_of
 from vtoken.verify.matrix import ALL_KINDS, LAYOUTS, PAIRWISE, build_matrix
@@ -178,15 +178,13 @@ def test_a_cell_in_which_nothing_was_evicted_shows_nothing() -> None:
 def _report(tmp_path) -> dict:
     replay = ReplayLog({"model": "m"}, VTokenConfig().model_dump(mode="json"))
     replay.extend([Arrival(3, "a", np.array([1, 2], np.int32), 5)])
-    step = RequestStep(
-        "a", 4, kept=np.array([1, 0]), move_source=SOURCE, move_destination=DESTINATION
-    )
+    step = Layout("a", 4, kept=np.array([1, 0]), move_source=SOURCE, move_destination=DESTINATION)
     log = OperationLog()
     log.begin_step(7)
     log.record("move", SOURCE, DESTINATION)
     return make_report(
         "I1.relocated", "a: ids 4 changed", step_seq=7, req_id="a", ids=np.array([4]),
-        slots=DESTINATION, plan=build_step_plan(7, [step], []), log=log, replay=replay,
+        slots=DESTINATION, plan=plan_of_layouts([step]), log=log, replay=replay,
     )  # fmt: skip
 
 

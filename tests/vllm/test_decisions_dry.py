@@ -11,13 +11,13 @@ import pytest
 from one_engine import live_sets, traces
 
 from vtoken.config import VTokenConfig
-from vtoken.core.events import build_step_plan
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
 from vtoken.policies.registry import BUILT_IN
-from vtoken.vllm_plugin.run_log import RunLog
-from vtoken.vllm_plugin.score_files import ScoreTrace
+from vtoken.core.messages import plan_of_layouts
+from vtoken.recording.run_log import RunLog
+from vtoken.recording.score_files import ScoreTrace
 
 pytestmark = pytest.mark.vllm
 
@@ -198,7 +198,7 @@ def test_a_decision_uses_the_report_of_two_steps_ago(path):
             if part is not None:
                 made = part.scores[part.start : part.start + part.count]
                 assert made.min() == made.max()
-                used.append((engine.hooks.step_seq, float(made[0])))
+                used.append((engine.hooks.clock.seq, float(made[0])))
             return part
 
         engine.hooks.reports.scored_ids = spy
@@ -278,5 +278,7 @@ def test_scores_of_prefix_hits_start_again_unless_somebody_else_holds_them():
 
 
 def test_a_plan_of_fresh_blocks_alone_is_sent():
-    assert build_step_plan(1, [], []) is None
-    assert build_step_plan(1, [], [], [4, 5]).fresh_blocks.tolist() == [4, 5]
+    plan = plan_of_layouts(())
+    assert not plan.says_something
+    plan.fresh_blocks = np.array([4, 5], np.int32)
+    assert plan.says_something

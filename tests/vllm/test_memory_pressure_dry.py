@@ -94,8 +94,8 @@ def test_under_pressure_nobody_is_preempted_and_less_is_dropped_than_always():
 
 
 @pytest.mark.parametrize("policy", ["random", "streaming-llm", "h2o", "knorm"])
-def test_shrinking_together_is_shrinking_each_alone(policy):
-    """Who shares a step loses the same ids and blocks as though it had been alone in it."""
+def test_shrinking_compiled_is_shrinking_in_plain_python(policy):
+    """Requests that shrink in one step lose the same ids and blocks with either operations."""
     config = VTokenConfig(
         policy=policy, kv_budget_tokens=64, sink_tokens=2, evict_when="pressure", trace=True
     )
@@ -105,25 +105,25 @@ def test_shrinking_together_is_shrinking_each_alone(policy):
     )  # fmt: skip
     scores = np.arange(2048, dtype=np.float32) * 7919 % 1013
     traces, events = [], []
-    for joins in (True, False):
+    for ops in (None, ScalarOps()):
         engine = DryEngine(pool, config, score_source=lambda req_id, step, ids: scores[ids])
-        engine.hooks.chooser.joins = joins
-        together = engine.hooks.evictor.execute_batch
-        engine.hooks.evictor.execute_batch = lambda *args, f=together: (
-            events.append(len(args[0])), f(*args)
+        step = engine.scheduler.vtoken_reconfigure(config, ops)
+        evict = step.evictor.ops.evict
+        step.evictor.ops.evict = lambda changes, *args, f=evict: (
+            events.append(len(changes)), f(changes, *args)
         )  # fmt: skip
         for request in requests(12, output_len=120):
             engine.add(request.request_id, request.prompt_token_ids, request.output_len)
         while engine.has_unfinished():
             engine.step()
             # Nobody is due by length: the pool says when.
-            assert {s.next_eviction_len for s in engine.hooks.states.values()} <= {NEVER}
+            assert {s.next_eviction_len for s in engine.hooks.requests.by_id.values()} <= {NEVER}
         assert engine.check_idle() == [] and engine.counters.preemptions == 0
         traces.append(
-            [(t.step_seq, t.req_id, t.live_ids.tolist(), t.num_blocks) for t in engine.hooks.trace]
+            [(t.step_seq, t.req_id, t.live_ids.tolist(), t.num_blocks) for t in engine.trace]
         )
     assert traces[0] == traces[1]
-    assert max(events) > 1, "nobody shrank together"
+    assert max(events) > 1, "no two shrank in one step"
 
 
 def first_eviction(low_watermark_frac: float, num_blocks: int = 60) -> tuple[int, int]:

@@ -72,9 +72,9 @@ def _blocks_keep_their_hash(monkeypatch):
 
 
 def _evicted_requests_are_cached(monkeypatch):
-    from vtoken.vllm_plugin.hooks import SchedulerHooks
+    from vtoken.scheduling.requests import RunningRequests
 
-    monkeypatch.setattr(SchedulerHooks, "has_evicted", lambda self, req_id: False)
+    monkeypatch.setattr(RunningRequests, "has_evicted", lambda self, req_id: False)
 
 
 @pytest.mark.parametrize("broken", [_blocks_keep_their_hash, _evicted_requests_are_cached])

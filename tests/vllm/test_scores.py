@@ -17,8 +17,8 @@ from policy_references import reference_victims
 from vtoken.config import VTokenConfig
 from vtoken.policies.base import ScoreKind
 from vtoken.policies.registry import BUILT_IN, policy_class
-from vtoken.vllm_plugin.decisions import prompt_hash
-from vtoken.vllm_plugin.score_files import ScoreTrace
+from vtoken.recording.decisions import prompt_hash
+from vtoken.recording.score_files import ScoreTrace
 from vtoken.workloads.texts import TextCorpus, shipped_texts
 
 pytestmark = pytest.mark.vllm
@@ -49,7 +49,7 @@ def check_decisions(engine, config, done, entries, scores) -> tuple[int, list[st
     Returns:
         How many evictions there were, and a line for each that differs by a near tie.
     """
-    budget = engine.hooks.budget
+    budget = engine.hooks.budgets.common
     count, ties = 0, []
     parameters = {
         k: tuple(v) for k, v in engine.hooks.config.policy_args.items() if k.endswith("_ids")

@@ -31,7 +31,7 @@ def test_sync_and_async_evict_the_same_ids_from_the_same_reports():
             def spy(req_id, step_seq, engine=engine, used=used, look_up=scored_ids):
                 found = look_up(req_id, step_seq)
                 if found is not None:
-                    used.append(engine.hooks.step_seq - step_seq)
+                    used.append(engine.hooks.clock.seq - step_seq)
                 return found
 
             engine.hooks.reports.scored_ids = spy

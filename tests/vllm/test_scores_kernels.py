@@ -78,7 +78,7 @@ from test_scores_kernels import _config
 for policy, threshold in {cases}:
     engine = engine_for(_config(policy, threshold))
     attention = engine.runner.vtoken_attention
-    assert (attention.kernels.name, engine.hooks.tables.arena.ops.name) == ("torch", "numpy")
+    assert (attention.kernels.name, engine.hooks.requests.tables.arena.ops.name) == ("torch", "numpy")
     done = run(engine, prompts(2), max_tokens=20)
     sets = {{name: list(live_sets(e).values()) for name, e in traces(engine).items()}}
     print("found", json.dumps([[f.output_token_ids for f in done], sets]))

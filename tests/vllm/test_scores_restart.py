@@ -79,7 +79,7 @@ def test_reconfiguring_forgets_cached_prefixes():
 
 def test_fastgen_knows_the_models_vocabulary(monkeypatch):
     engine = engine_for(VTokenConfig(policy="fastgen"), **SETTINGS)
-    policy = engine.hooks.budget.policy
+    policy = engine.hooks.budgets.common.policy
     tokenizer = engine.tokenizer
     assert set(tokenizer.all_special_ids) == set(policy.special_ids) != set()
     for text in (".", ",", "?"):

@@ -6,21 +6,17 @@ CHUNK_TOKENS of the former. Regions are an eighth longer than was needed when th
 that a table has outgrown, or that a finished request leaves, is given out again. (A doubling would
 be simpler, and take up to 18 bytes a token.) A table's counts are a row of `numbers`.
 
-What is done to many tables at once (`vtoken.core.batch`) works on these arrays alone, in numpy or
-compiled: the compiled code knows their order from `NUMBERS` and `ARRAYS`.
+The compiled operations on many tables at once (`vtoken.kernels.tables`) work on these arrays alone and
+know their order from `NUMBERS` and `ARRAYS`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vtoken.units import cdiv
-
-if TYPE_CHECKING:
-    from vtoken.core.batch import BatchOps
 
 FIRST_TOKENS, FIRST_BLOCKS, FIRST_ROWS = 256, 8, 16
 CHUNK_TOKENS = 64  # regions over logical ids begin and end at whole multiples of it
@@ -102,29 +98,15 @@ class Arena:
         vtoken.core.table for what they hold.
     numbers: int64[rows, len(NUMBERS)], C order.
     version: changes whenever one of the arrays is replaced by a longer one.
-    ops: what is done to many tables at once; None: numpy.
     """
 
-    def __init__(self, block_size: int, ops: BatchOps | None = None) -> None:
+    def __init__(self, block_size: int) -> None:
         self.block_size, self.version = block_size, 0
-        self._ops = ops
         self._tokens, self._blocks, self._rows = _Regions(), _Regions(), _Regions()
         self._tables: dict[int, object] = {}
         for name in ARRAYS:
             setattr(self, name, np.empty(0, np.int32))
         self.numbers = np.zeros((0, len(NUMBERS)), np.int64)
-
-    @property
-    def ops(self) -> BatchOps:
-        if self._ops is None:
-            from vtoken.core.batch_numpy import NumpyOps  # it knows tables, which know this
-
-            self._ops = NumpyOps()
-        return self._ops
-
-    @ops.setter
-    def ops(self, ops: BatchOps) -> None:
-        self._ops = ops
 
     def add(self, table) -> None:
         """Give a new table its regions and its row of numbers."""

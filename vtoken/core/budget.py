@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtoken.policies.base import Policy, budget_tokens
+from vtoken.units import cdiv
 
 NEVER = 1 << 62  # a logical length that no request reaches
+
+# A decision of step s uses the scores of step s - REPORT_AGE_STEPS, under synchronous and
+# asynchronous scheduling alike: the step between is already running when they come.
+REPORT_AGE_STEPS = 2
+# So a request may take this many steps' tokens before it can be evicted from for them.
+SCORE_DELAY_STEPS = REPORT_AGE_STEPS + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,37 @@ class Budget:
             length += 1
         return length + num_protected
 
-    def peak_tokens(self, num_tokens: int) -> int:
-        """Most live tokens a decode of this final length ever holds."""
-        return min(num_tokens, int(self.tokens(num_tokens)) + self.interval_tokens)
+
+def peak_tokens(
+    budget: Budget | None,
+    num_tokens: int,
+    chunk_tokens: int = 1,
+    *,
+    under_pressure: bool = False,
+    late_tokens: int = 0,
+) -> int:
+    """Most slots a request of this final length needs at once.
+
+    A decode never holds more than budget + interval tokens, growth included. A prompt is evicted
+    between its chunks, so it adds one chunk; chunks are cut to what the pool has room for.
+
+    Args:
+        budget: None: the request keeps every token.
+        chunk_tokens: the longest chunk while it is evicted from.
+        under_pressure: it shrinks whenever it is asked to, so no interval comes on top.
+        late_tokens: what it generates before the scores that it is evicted by have come.
+    """
+    num_tokens = max(1, num_tokens)
+    if budget is None:
+        return num_tokens
+    # Scores are asked for ahead of time, so scored evictions come no later; the odd late one
+    # (right after a prompt) lives off the headroom.
+    above = 1 if under_pressure else budget.interval_tokens
+    peak = int(budget.tokens(num_tokens)) + above
+    return min(num_tokens, peak + max(0, chunk_tokens - 1) + late_tokens)
+
+
+def peak_blocks(budget: Budget | None, num_tokens: int, block_size: int, **how) -> int:
+    """`peak_tokens` in blocks; a prompt's chunk is one block there unless `how` says otherwise."""
+    how = {"chunk_tokens": block_size} | how
+    return cdiv(peak_tokens(budget, num_tokens, **how), block_size)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from vtoken.core.arena import CHUNK_TOKENS
-from vtoken.core.events import StepPlan
+from vtoken.core.messages import StepPlan
 from vtoken.core.table import RequestTable
 from vtoken.units import cdiv
 

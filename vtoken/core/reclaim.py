@@ -132,3 +132,54 @@ def blocks_needed(table: RequestTable, num_new_tokens: int, *, packs: bool) -> i
     if num_new_tokens == 1:  # takes a hole
         return cdiv(table.num_physical_tokens, table.block_size)
     return cdiv(table.num_physical_tokens + num_new_tokens, table.block_size)
+
+
+def packs_now(
+    table: RequestTable,
+    num_new_tokens: int,
+    fragmentation_threshold: float,
+    under_pressure: bool = False,
+) -> bool:
+    """Whether a request's holes are to be filled in this step.
+
+    Args:
+        under_pressure: the pool is short: fill them below the threshold too, where that saves a
+            block that would be asked for otherwise.
+    """
+    if fragmentation_threshold == 0.0:
+        return True
+    needed = blocks_needed(table, num_new_tokens, packs=True)
+    if under_pressure:  # there may be nothing to give back, but less to ask for
+        return needed < blocks_needed(table, num_new_tokens, packs=False)
+    fragmented = table.num_holes >= fragmentation_threshold * table.num_physical_tokens
+    return fragmented and needed < cdiv(table.num_physical_tokens, table.block_size)
+
+
+def most_moves(
+    table: RequestTable,
+    victims: np.ndarray,
+    num_new_tokens: int,
+    pinned: np.ndarray | None = None,
+    fragmentation_threshold: float = 0.0,
+) -> int:
+    """Tokens that evicting these ids moves at most; nothing is changed.
+
+    Args:
+        table: in step with the request.
+        num_new_tokens: tokens about to be scheduled.
+        pinned: bool[B] or None, shared blocks.
+    """
+    N, B = table.block_size, table.num_blocks
+    num_holes = table.num_holes + len(victims)
+    if num_holes < fragmentation_threshold * table.num_physical_tokens:
+        return 0  # the holes stay
+    lost = np.bincount(table.pos_of[table.index_of[victims] // N], minlength=B)
+    live = table.live_per_block() - lost
+    total = table.num_live_tokens - len(victims)
+    num_keep = min(B, cdiv(total + num_new_tokens, N))
+    if pinned is not None:
+        num_keep = max(num_keep, int(pinned.sum()))
+    kept = choose_kept(live, num_keep, pinned)
+    end = total + (num_new_tokens == 1)
+    beyond = live[kept[end // N :]].sum()
+    return int(live.sum() - live[kept].sum() + beyond)

@@ -12,13 +12,13 @@ Shape legend: T tokens, B blocks of a request, N block size (tokens).
     a block costs O(B) and never O(T).
 
 Steady growth costs nothing: tokens appended at the tail are registered lazily, when someone next
-reads the table (`sync`). The maps take 8 bytes a token, plus 16 a block.
+reads the table (`sync_new_tokens`). The maps take 8 bytes a token, plus 16 a block.
 
 All tables of a `TokenTable` lie in one `Arena`: flat arrays of which each table has a region, so
-that what is due in a step is done for all requests at once (`vtoken.core.batch`).
+that what is due in a step is done for all requests at once (`vtoken.core.ops`).
 
-Source: paper section 3.2; its three interfaces are `TokenTable.evict_token(s)`,
-`sync_new_tokens` and `apply_moves`.
+Source: paper section 3.2; its three interfaces are `RequestTable.evict_tokens`, `sync_new_tokens`
+and `apply_moves`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from vtoken.core.arena import CHUNK_TOKENS, COLUMN, Arena
-from vtoken.core.live_index import LiveIndex
 from vtoken.units import cdiv
 
 ONE = np.int32(1)  # ufunc.at is slow where it has to convert
 NO_SLOTS = np.empty(0, np.int32)
+NULL_BLOCK = 0  # vLLM's placeholder: no request owns it
 
 
 def _number(name: str) -> property:
@@ -106,7 +106,7 @@ class RequestTable:
 
     # ---- growth ----------------------------------------------------------------------------
 
-    def sync(self, new_block_ids: Sequence[int], num_computed_tokens: int) -> None:
+    def sync_new_tokens(self, new_block_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Register blocks and tokens that were appended since the last call.
 
         Args:
@@ -183,10 +183,6 @@ class RequestTable:
         live = np.flatnonzero(self.index_of[: self.num_computed_tokens] >= 0)
         return live.astype(np.int32)
 
-    def ranked(self) -> LiveIndex:
-        """The live ids by rank, until the table changes."""
-        return LiveIndex(self)
-
     def oldest(self, count: int, first_id: int = 0) -> np.ndarray:
         """int32[<= count], the lowest live ids >= first_id; O(count), however long the context.
 
@@ -257,7 +253,7 @@ class RequestTable:
 
     # ---- writing ---------------------------------------------------------------------------
 
-    def evict(self, ids: np.ndarray) -> np.ndarray:
+    def evict_tokens(self, ids: np.ndarray) -> np.ndarray:
         """Mark live ids dead; nothing moves.
 
         Returns:
@@ -273,7 +269,7 @@ class RequestTable:
         self.holes = np.concatenate([self.holes, local]) if len(self.holes) else local
         return local
 
-    def move(self, source: np.ndarray, destination: np.ndarray) -> None:
+    def apply_moves(self, source: np.ndarray, destination: np.ndarray) -> None:
         """Relocate live tokens from local slots to dead ones, all at once.
 
         Every source is cleared and every destination written before anything can be read, so
@@ -329,16 +325,11 @@ class RequestTable:
 
 
 class TokenTable:
-    """All requests' tables, by request id, with the paper's interfaces."""
+    """All requests' tables, by request id, in one arena."""
 
-    def __init__(self, block_size: int, ops=None) -> None:
-        """Start without requests.
-
-        Args:
-            ops: `vtoken.core.batch.BatchOps`, what is done to many tables at once; None: numpy.
-        """
+    def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.arena = Arena(block_size, ops)
+        self.arena = Arena(block_size)
         self._tables: dict[str, RequestTable] = {}
 
     def __len__(self) -> int:
@@ -367,20 +358,3 @@ class TokenTable:
         table = self._tables.pop(req_id, None)
         if table is not None:
             self.arena.remove(table)
-
-    def evict_token(self, req_id: str, token_id: int) -> None:
-        """Mark one logical id dead."""
-        self._tables[req_id].evict(np.array([token_id], np.int32))
-
-    def evict_tokens(self, req_id: str, token_ids: np.ndarray) -> np.ndarray:
-        """Mark logical ids dead; returns the local slots that became holes."""
-        return self._tables[req_id].evict(np.asarray(token_ids, np.int32))
-
-    def sync_new_tokens(self, req_id: str, block_ids: Sequence[int], total_len: int) -> None:
-        """Register a request's current row and length; ids are given out in order."""
-        table = self._tables.get(req_id) or self.add(req_id)
-        table.sync(block_ids[table.num_blocks :], total_len)
-
-    def apply_moves(self, req_id: str, moves: tuple[np.ndarray, np.ndarray]) -> None:
-        """Relocate tokens: `moves` is (source, destination) local slots; atomic."""
-        self._tables[req_id].move(*moves)

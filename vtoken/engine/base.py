@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from vtoken.core.events import Counters, TraceEntry
+from vtoken.core.counters import Counters
+from vtoken.recording.trace import TraceEntry
 from vtoken.core.invariants import check_pool, check_row, check_table
 
 
@@ -81,7 +82,7 @@ class StepEngine(ABC):
 
     @property
     def hooks(self):
-        """vToken's `SchedulerHooks`, or None where the mode is native."""
+        """vToken's `vtoken.scheduling.step.Step`, or None where the mode is native."""
         return getattr(self.scheduler, "vtoken", None)
 
     @property
@@ -90,7 +91,8 @@ class StepEngine(ABC):
 
     @property
     def trace(self) -> list[TraceEntry]:
-        return self.hooks.trace if self.hooks is not None else []
+        trace = self.hooks.trace if self.hooks is not None else None
+        return [] if trace is None else trace.entries
 
     @property
     def block_pool(self):
@@ -109,9 +111,9 @@ class StepEngine(ABC):
         )
         if self.hooks is None:
             return wrong
-        for req_id, state in self.hooks.states.items():
+        for req_id, state in self.hooks.requests.by_id.items():
             blocks = manager.req_to_blocks[req_id]
-            self.hooks.sync(state, blocks, self.scheduler.requests[req_id].num_computed_tokens)
+            state.sync(self.scheduler.requests[req_id].num_computed_tokens)
             wrong += check_table(state.table)
             wrong += check_row(state.table, [b.block_id for b in blocks])
         return wrong
@@ -122,8 +124,8 @@ class StepEngine(ABC):
         free = self.block_pool.get_num_free_blocks()
         if free != self.num_usable_blocks:
             wrong.append(f"{self.num_usable_blocks - free} blocks are still held by nobody")
-        if self.hooks is not None and (self.hooks.states or len(self.hooks.tables)):
-            wrong.append(f"tables are left of {sorted(self.hooks.states)}")
+        if self.hooks is not None and (self.hooks.requests.by_id or len(self.hooks.requests.tables)):
+            wrong.append(f"tables are left of {sorted(self.hooks.requests.by_id)}")
         if self.hooks is not None and self.hooks.admission.num_claimed:
             wrong.append(f"{self.hooks.admission.num_claimed} blocks are still reserved for nobody")
         return wrong

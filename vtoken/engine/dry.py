@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vtoken.core.messages import ScoreReport, WorkerReport
 from vtoken.config import VTokenConfig
 from vtoken.engine.base import FinishedRequest, StepEngine
 from vtoken.engine.fast_forward import TOKEN, BulkSteps, FastForward
@@ -69,7 +70,7 @@ class DryEngine(StepEngine):
         self.score_source, self.worker = score_source, worker
         self.block_size, self.num_usable_blocks = settings.block_size, settings.num_kv_blocks
         self.scheduler = _build_scheduler(settings, config)
-        if self.hooks is not None and self.hooks.scored and score_source is None:
+        if self.hooks is not None and self.hooks.collects_scores and score_source is None:
             raise ConfigError(
                 "--policy", config.policy,
                 "needs attention scores, and a dry run has none: give a recorded score trace, or "
@@ -118,7 +119,7 @@ class DryEngine(StepEngine):
             block_hasher=self._block_hasher,
         )
         if self.hooks is not None:
-            self.hooks.check_fits(len(prompt_token_ids), max_tokens)
+            self.hooks.budgets.check_fits(len(prompt_token_ids), max_tokens)
         self._requests[req_id] = request
         self.scheduler.add_request(request)
         if self._fast is not None:
@@ -172,12 +173,10 @@ class DryEngine(StepEngine):
         )
         plan = getattr(scheduler_output, "vtoken", None)
         if plan is not None and plan.report_req_ids:
-            out.vtoken_scores = self._make_report(plan)
+            out.vtoken = WorkerReport(scores=self._make_report(plan))
         return out
 
     def _make_report(self, plan):
-        from vtoken.vllm_plugin.scores import ScoreReport
-
         ids = [self.hooks.reports.ids_asked(r, plan.step_seq) for r in plan.report_req_ids]
         parts = [
             np.asarray(self.score_source(r, plan.step_seq, i), np.float32)

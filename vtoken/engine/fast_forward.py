@@ -77,7 +77,7 @@ class FastForward:
         keeps_holes = config.fragmentation_threshold > 0.0 or config.max_moves_per_step is not None
         files = (config.record_decisions, config.replay_decisions, config.record_scores)
         return not (
-            engine.hooks.scored or config.trace or any(files) or config.evict_when != "always"
+            engine.hooks.collects_scores or config.trace or any(files) or config.evict_when != "always"
             or (keeps_holes and config.mode == "vtoken")
             # Copies take blocks in the middle of a stretch.
             or (config.shared_prefix == "copy" and engine.settings.enable_prefix_caching)
@@ -129,7 +129,7 @@ class _Stretch:
         self.states = (
             [None] * len(requests)
             if self.hooks is None
-            else [self.hooks.states[r.request_id] for r in requests]
+            else [self.hooks.requests.by_id[r.request_id] for r in requests]
         )
         self.start = [r.num_computed_tokens for r in requests]
         self.done = [0] * len(requests)
@@ -235,7 +235,7 @@ class _Stretch:
         if state is None or not self.owner._evicts:
             return
         step = max(self.done[i], state.next_eviction_len - self.start[i])
-        if self.done[i] == 0 and request.request_id in self.hooks.shares.sharing:
+        if self.done[i] == 0 and request.request_id in self.hooks.prefix.sharing:
             step = 0  # what it shares may have changed since it was last looked at
         growth = self.done[i] + self.room[i]
         if self.owner._in_order and growth < min(num_steps, step):
@@ -252,8 +252,8 @@ class _Stretch:
         most = 0
         for i in due:
             state, length = self.states[i], self.start[i] + step
-            victims = max(0, self.hooks.planner.num_to_evict(state, length))
-            moves = self.hooks.planner.settings.moves
+            victims = max(0, state.num_above_budget(length))
+            moves = self.hooks.requests.rules.moves
             most += victims // self.N + 2 if moves else victims + len(state.table.holes) + 1
         free = self.owner.pool.get_num_free_blocks() - pending + most
         return free > self.owner._settled_free

@@ -125,6 +125,6 @@ class Observer:
     def _live_tokens(self, request) -> int:
         """Tokens whose KV the request holds after this step."""
         hooks = self.engine.hooks
-        state = hooks.states.get(request.request_id) if hooks is not None else None
+        state = hooks.requests.by_id.get(request.request_id) if hooks is not None else None
         evicted = state.table.num_evicted_tokens if state is not None else 0
         return request.num_computed_tokens - evicted

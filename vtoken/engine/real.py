@@ -168,7 +168,6 @@ class RealEngine(StepEngine):
         Raises:
             ConfigError: the settings do not fit the engine.
         """
-        from vtoken.vllm_plugin.hooks import SchedulerHooks
         from vtoken.vllm_plugin.support import check_config_supported
         from vtoken.vllm_plugin.vocabulary import with_vocabulary
 
@@ -177,8 +176,7 @@ class RealEngine(StepEngine):
         full = with_vocabulary(config, self.vllm_config.model_config)
         # Scores start anew, so what the cache holds of earlier requests would have none.
         self.scheduler.reset_prefix_cache()
-        manager = self.hooks.manager
-        self.scheduler.vtoken = manager.hooks = SchedulerHooks(full, self.scheduler, manager)
+        self.scheduler.vtoken_reconfigure(full)
         self.vllm_config.additional_config["vtoken"] = full.model_dump(exclude_defaults=True)
         self.runner.vtoken_reconfigure(full)
         self.config = config

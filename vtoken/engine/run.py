@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vtoken.core.events import Counters
+from vtoken.core.counters import Counters
 from vtoken.engine.base import FinishedRequest, StepEngine
 from vtoken.engine.observe import Observer, RunStats
 

@@ -12,8 +12,8 @@ from vtoken.experiments.results import MODES
 from vtoken.policies.base import ScoreKind
 from vtoken.policies.registry import policy_class
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.scores import score_window
-from vtoken.vllm_plugin.sizing import peak_tokens
+from vtoken.policies.base import score_window
+from vtoken.core.budget import peak_tokens
 
 DEFAULT_MODES = ("native", "naive", "vtoken")
 DEFAULT_POLICY = "random"

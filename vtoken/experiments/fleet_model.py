@@ -20,7 +20,7 @@ from vtoken.experiments.capacity_settings import Series
 from vtoken.experiments.cost_model import StepWork
 from vtoken.experiments.replicas import RequestOutcome
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.sizing import peak_tokens
+from vtoken.core.budget import peak_tokens
 from vtoken.workloads.request import WorkloadRequest
 
 SAMPLE_REQUESTS = 400

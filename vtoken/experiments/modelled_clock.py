@@ -65,7 +65,7 @@ class ModelledClock:
 
     def _step(self, output) -> None:
         scheduler, hooks = self.engine.scheduler, self.engine.hooks
-        states = hooks.states if hooks is not None else {}
+        states = hooks.requests.by_id if hooks is not None else {}
         sampled = new = read = pairs = 0.0
         for req_id, n in output.num_scheduled_tokens.items():
             request = scheduler.requests[req_id]

@@ -30,7 +30,7 @@ from vtoken.experiments.devices import (
 from vtoken.experiments.modelled_clock import ModelledClock, StepCost
 from vtoken.experiments.recorded_scores import is_scored
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.sizing import peak_tokens
+from vtoken.core.budget import peak_tokens
 
 SCORE_FREE = ("streaming-llm", "sliding-window", "random")
 BATCHED_TOKENS = 8192  # vLLM's default on large devices, and the overhead rule's

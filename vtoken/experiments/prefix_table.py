@@ -91,7 +91,7 @@ class SharingObserver(Observer):
         counts = output.num_scheduled_tokens
         if len(counts) == self.degree == output.total_num_scheduled_tokens:
             self.retained_blocks.append(self.engine.num_used_blocks())
-            states = self.engine.hooks.states
+            states = self.engine.hooks.requests.by_id
             self.protected_tokens.append(min(states[r].num_protected for r in counts))
 
 
@@ -102,7 +102,7 @@ def measure_sharing(engine: StepEngine, case: SharingCase) -> dict[str, object]:
         A flat row. `prefix_hit_frac`: share of the prefixes that came from the cache.
         `least_protected_tokens`: of any request, in any step in which all decode. `copies`,
         `copies_declined`, `shared_tokens_skipped`, `dropped_blocks` (references given up) and
-        `released_blocks` (of those, back in the pool): see `vtoken.core.events.Counters`.
+        `released_blocks` (of those, back in the pool): see `vtoken.core.counters.Counters`.
         `cached_prefix_blocks`: of the prefix, still in the cache when all are done.
         `inconsistencies`: what checks of tables and pool found wrong, over the whole run.
     """

@@ -17,8 +17,8 @@ from vtoken.config import VTokenConfig
 from vtoken.core.budget import Budget
 from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
-from vtoken.vllm_plugin.decisions import prompt_hash
-from vtoken.vllm_plugin.score_files import ScoreTrace
+from vtoken.recording.decisions import prompt_hash
+from vtoken.recording.score_files import ScoreTrace
 
 OPTION = "--replay-scores"
 _SAME = ("policy", "eviction_ratio", "kv_budget_tokens", "sink_tokens", "recent_tokens")

@@ -17,7 +17,7 @@ from vtoken.engine.observe import Observer
 from vtoken.errors import EngineError
 from vtoken.experiments.modelled_clock import ModelledClock, StepCost
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.sizing import peak_tokens
+from vtoken.core.budget import peak_tokens
 from vtoken.workloads.request import WorkloadRequest
 
 DEMAND_SAMPLES = 600

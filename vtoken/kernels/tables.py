@@ -1,7 +1,8 @@
-"""`BatchOps` compiled: what a step does to the tables of many requests, one C++ call for each.
+"""`TableOps` compiled: what a step does to the tables of many requests, one C++ call for each.
 
-The sources are in csrc/tables; they are built and cached like the kernels, and need no particular
-processor. Where nothing can be compiled numpy stays in force, with the same results.
+For tables that are packed and share no block, the steady state of a budgeted decode; every other
+request is left to `ScalarOps`, with the same results. The sources are in csrc/tables; they are
+built and cached like the kernels, and need no particular processor and no torch.
 
 Between one step's bookkeeping and the next lies all the rest of a step, so little of it is in the
 processor's caches and every library call costs several times what it does in a loop. Hence lists
@@ -13,16 +14,17 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 
 from vtoken.core.arena import ARRAYS, NUMBERS, Arena
-from vtoken.core.batch import BatchOps, Eviction, Packed, ScoredIds, Tables
-from vtoken.core.batch_numpy import NumpyOps
-from vtoken.core.events import BatchSteps
+from vtoken.core.messages import StepPlan, joined, plan_of_packed
+from vtoken.core.ops import Change, Draw, ScoredIds, TableOps
+from vtoken.core.scalar_ops import ScalarOps
+from vtoken.core.table import NO_SLOTS, RequestTable
 from vtoken.kernels import build
 
 NEEDS_ROOM, NEEDS_SPACE = 1, 2
@@ -84,6 +86,11 @@ def _address(numbers: array) -> int:
     return numbers.buffer_info()[0]
 
 
+def _numbers_of(tables: Sequence[RequestTable]) -> array:
+    """The tables' rows of the arena's numbers; to be kept alive while its address is in use."""
+    return array("q", [t.number_row for t in tables])
+
+
 def _columns(*parts: Sequence[int]) -> tuple[array, list[int]]:
     """Several ints[E] in one array that has to be kept alive, and the address of each."""
     flat: list[int] = []
@@ -100,8 +107,8 @@ def _base(numbers: np.ndarray, dtype) -> int:
     return numbers.__array_interface__["data"][0]
 
 
-def load_ops() -> BatchOps:
-    """Operations for one arena: compiled where that works here, else in numpy.
+def load_ops() -> TableOps:
+    """Operations for one arena: compiled where that works here, else in plain Python.
 
     Compiles once and says once, in the log, why it does not.
     """
@@ -111,8 +118,8 @@ def load_ops() -> BatchOps:
             _library = _declare(build.load_library("tables"))
         except (build.BuildError, ImportError) as error:  # no fcntl, outside of Unix
             _why_not = str(error)
-            build.say_once(_why_not, "The scheduler's bookkeeping runs in numpy")
-    return NumpyOps() if _library is None else CompiledOps(_library)
+            build.say_once(_why_not, "The scheduler's bookkeeping runs in plain Python")
+    return ScalarOps() if _library is None else CompiledOps(_library)
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -128,8 +135,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-class CompiledOps(NumpyOps):
-    """See `vtoken.core.batch.BatchOps` for what each does. For one arena, one thread at a time."""
+class CompiledOps(ScalarOps):
+    """See `vtoken.core.ops` for what each does. For one arena, one thread at a time."""
 
     name = "compiled"
 
@@ -161,54 +168,60 @@ class CompiledOps(NumpyOps):
         self._seen = (arena, arena.version)
 
     @staticmethod
-    def _check(code: int, batch: Tables) -> None:
+    def _check(code: int, tables: Sequence[RequestTable]) -> None:
         if code:
-            raise AssertionError(f"{batch.tables[code >> 8].req_id}: {ERRORS[code & 255]}")
+            raise AssertionError(f"{tables[code >> 8].req_id}: {ERRORS[code & 255]}")
 
     # ---- growth ----------------------------------------------------------------------------
 
     def sync(
-        self, batch: Tables, new_block_ids: Sequence[Sequence[int]], lengths: Sequence[int]
+        self,
+        tables: Sequence[RequestTable],
+        new_block_ids: Sequence[Sequence[int]],
+        lengths: Sequence[int],
     ) -> None:
+        rows = _numbers_of(tables)
         given, (counts, wanted) = _columns(list(map(len, new_block_ids)), lengths)
         new_ids = array("i", chain.from_iterable(new_block_ids))
-        at = _address(batch.rows), counts, _address(new_ids), wanted
+        at = _address(rows), counts, _address(new_ids), wanted
         while True:  # once more for each request that has outgrown its region
-            self._look(batch.arena)
-            code = self._library.vtt_sync(self._pointer, len(batch), *at)
+            self._look(tables[0].arena)
+            code = self._library.vtt_sync(self._pointer, len(tables), *at)
             if code & 255 != NEEDS_ROOM:
-                return self._check(code, batch)
+                return self._check(code, tables)
             e = code >> 8
-            table = batch.tables[e]
-            table.make_room(table.num_blocks + given[e], lengths[e])
+            tables[e].make_room(tables[e].num_blocks + given[e], lengths[e])
 
     # ---- reading ---------------------------------------------------------------------------
 
     def oldest(
-        self, batch: Tables, counts: list[int], first_ids: list[int], end_ids: list[int]
+        self,
+        tables: Sequence[RequestTable],
+        first_ids: Sequence[int],
+        end_ids: Sequence[int],
+        counts: Sequence[int],
     ) -> tuple[np.ndarray, list[int]]:
-        self._look(batch.arena)
-        E, most = len(batch), sum(n for n in counts if n > 0)
+        self._look(tables[0].arena)
+        E, most, rows = len(tables), sum(n for n in counts if n > 0), _numbers_of(tables)
         _given, bounds = _columns(counts, first_ids, end_ids)
         code = self._library.vtt_oldest(
-            self._pointer, E, _address(batch.rows), *bounds, self._ids.room(most),
-            self._found.room(E),
-        )  # fmt: skip
-        self._check(code, batch)
+            self._pointer, E, _address(rows), *bounds, self._ids.room(most), self._found.room(E)
+        )
+        self._check(code, tables)
         found = self._found.ints(E)
         return self._ids.take(sum(found)), found
 
     def lowest_scored(
         self,
-        batch: Tables,
+        tables: Sequence[RequestTable],
         scored: Sequence[ScoredIds],
-        first_ids: list[int],
-        end_ids: list[int],
-        counts: list[int],
+        first_ids: Sequence[int],
+        end_ids: Sequence[int],
+        counts: Sequence[int],
         sign: int,
     ) -> tuple[np.ndarray, list[int]]:
-        self._look(batch.arena)
-        E, most = len(batch), sum(n for n in counts if n > 0)
+        self._look(tables[0].arena)
+        E, most, rows = len(tables), sum(n for n in counts if n > 0), _numbers_of(tables)
         bases: dict[int, int] = {}  # most requests' parts are of the same array
         ids_at, scores_at, sizes = [], [], []
         for ids, scores, start, count in scored:
@@ -222,51 +235,51 @@ class CompiledOps(NumpyOps):
             sizes.append(count)
         _given, at = _columns(ids_at, scores_at, sizes, first_ids, end_ids, counts)
         code = self._library.vtt_lowest_scored(
-            self._pointer, E, _address(batch.rows), *at, sign, self._ids.room(most),
-            self._found.room(E),
-        )  # fmt: skip
-        self._check(code, batch)
+            self._pointer, E, _address(rows), *at, sign, self._ids.room(most), self._found.room(E)
+        )
+        self._check(code, tables)
         found = self._found.ints(E)
         return self._ids.take(sum(found)), found
 
-    def count_below(self, batch: Tables, bounds: list[int]) -> list[int]:
-        self._look(batch.arena)
-        E, ends = len(batch), array("q", bounds)
+    def count_below(self, tables: Sequence[RequestTable], bounds: Sequence[int]) -> list[int]:
+        self._look(tables[0].arena)
+        E, ends, rows = len(tables), array("q", bounds), _numbers_of(tables)
         code = self._library.vtt_count_below(
-            self._pointer, E, _address(batch.rows), _address(ends), self._found.room(E)
+            self._pointer, E, _address(rows), _address(ends), self._found.room(E)
         )
-        self._check(code, batch)
+        self._check(code, tables)
         return self._found.ints(E)
 
-    def at_ranks(self, batch: Tables, ranks: np.ndarray, counts: list[int]) -> np.ndarray:
-        self._look(batch.arena)
-        wanted = array("q", counts)
+    def at_ranks(
+        self, tables: Sequence[RequestTable], ranks: np.ndarray, counts: Sequence[int]
+    ) -> np.ndarray:
+        self._look(tables[0].arena)
+        wanted, rows = array("q", counts), _numbers_of(tables)
         assert len(ranks) == sum(counts)
         code = self._library.vtt_at_ranks(
-            self._pointer, len(batch), _address(batch.rows), self._ranks.put(ranks),
-            _address(wanted), self._ids.room(len(ranks)),
+            self._pointer, len(tables), _address(rows), self._ranks.put(ranks), _address(wanted),
+            self._ids.room(len(ranks)),
         )  # fmt: skip
-        self._check(code, batch)
+        self._check(code, tables)
         return self._ids.take(len(ranks))
 
-    def draw(
-        self, entropy: Sequence[Sequence[int]], num_candidates: list[int], counts: list[int]
-    ) -> np.ndarray:
-        sizes = zip(num_candidates, counts, strict=True)
+    def draw(self, draws: Sequence[Draw]) -> np.ndarray:
         # There numpy draws in another way.
-        shuffles = any(size > 10_000 and count > size // 50 for size, count in sizes)
-        fits = all(seed < 1 << 63 for seed, _, _ in entropy)
+        shuffles = any(n > 10_000 and count > n // 50 for _, n, count in draws)
+        fits = all(entropy[0] < 1 << 63 for entropy, _, _ in draws)
         if shuffles or not fits or not self._draws_alike:
-            return super().draw(entropy, num_candidates, counts)
-        return self._draw(entropy, num_candidates, counts)
+            return super().draw(draws)
+        return self._draw(draws)
 
-    def _draw(self, entropy, num_candidates, counts) -> np.ndarray:
-        total, seeds = sum(counts), array("q", chain.from_iterable(entropy))
-        sizes, wanted = array("q", num_candidates), array("q", counts)
+    def _draw(self, draws: Sequence[Draw]) -> np.ndarray:
+        seeds = array("q", chain.from_iterable(d.entropy for d in draws))
+        _given, (sizes, counts) = _columns(
+            [d.num_candidates for d in draws], [d.count for d in draws]
+        )
+        total = sum(d.count for d in draws)
         code = self._library.vtt_draw(
-            len(counts), _address(seeds), _address(sizes), _address(wanted),
-            self._ranks.room(total),
-        )  # fmt: skip
+            len(draws), _address(seeds), sizes, counts, self._ranks.room(total)
+        )
         assert code == 0, "more is drawn than there is"
         return self._ranks.take(total)
 
@@ -274,75 +287,134 @@ class CompiledOps(NumpyOps):
         """Whether this numpy draws what the library draws; how it does is its own business."""
         entropy = [(0, 0, 1), (1, 2**32 - 1, 4096), (2**40, 7, 300), (5, 9, 20_000)]
         sizes, counts = [1, 4000, 300, 20_000], [1, 16, 300, 300]
+        draws = [Draw(*d) for d in zip(entropy, sizes, counts, strict=True)]
         ends = np.cumsum(counts)[:-1]
-        ours, numpys = self._draw(entropy, sizes, counts), super().draw(entropy, sizes, counts)
+        ours, numpys = self._draw(draws), super().draw(draws)
         return all(
             sorted(a) == sorted(b)
             for a, b in zip(np.split(ours, ends), np.split(numpys, ends), strict=True)
         )
 
-    # ---- eviction --------------------------------------------------------------------------
+    # ---- evict -----------------------------------------------------------------------------
 
-    def execute(self, batch: Tables, ids: np.ndarray, counts: list[int], num_new: int) -> Eviction:
-        self._look(batch.arena)
-        E, K, sizes = len(batch), len(ids), array("q", counts)
-        assert sum(counts) == K and len(counts) == E
+    def evict(self, changes: Sequence[Change], ids: np.ndarray, counts: Sequence[int]) -> None:
+        plain = [n > 0 and _is_plain(c) for c, n in zip(changes, counts, strict=True)]
+        if all(plain):
+            return self._evict_plain(changes, ids, counts)
+        of_tokens = np.repeat(plain, counts)
+        if any(plain):
+            self._evict_plain(
+                list(compress(changes, plain)), ids[of_tokens], list(compress(counts, plain))
+            )
+        others = [not p for p in plain]
+        super().evict(
+            list(compress(changes, others)), ids[~of_tokens], list(compress(counts, others))
+        )
+
+    def _evict_plain(
+        self, changes: Sequence[Change], ids: np.ndarray, counts: Sequence[int]
+    ) -> None:
+        tables = [c.table for c in changes]
+        self._look(tables[0].arena)
+        E, K, sizes, rows = len(changes), len(ids), array("q", counts), _numbers_of(tables)
+        assert sum(counts) == K
         victims, holes = self._ids.put(ids), self._holes.room(K)
         out = self._of_rows.room(4 * E)
         while True:  # at most once more: then the blocks of all rows fit
             code = self._library.vtt_execute(
-                self._pointer, E, _address(batch.rows), _address(sizes), victims, num_new,
+                self._pointer, E, _address(rows), _address(sizes), victims, 1,
                 len(self._gone.array), out, out + 8 * E, out + 16 * E, out + 24 * E, holes,
                 self._gone.address,
             )  # fmt: skip
             if code != NEEDS_SPACE:
                 break
-            self._gone.room(sum(t.num_blocks for t in batch.tables))
-        self._check(code, batch)
-        found = self._of_rows.ints(4 * E)
-        num_blocks, num_keep = found[:E], found[E : 2 * E]
-        last, num_evicted = found[2 * E : 3 * E], found[3 * E :]
-        gone, first = [], 0
-        for size, keep in zip(num_blocks, num_keep, strict=True):
-            gone.append(self._gone.view[first : first + size - keep].tolist())
-            first += size - keep
-        return Eviction(
-            num_blocks, num_keep, gone, last, num_evicted, self._holes.take(K), list(counts)
-        )
+            self._gone.room(sum(t.num_blocks for t in tables))
+        self._check(code, tables)
+        found, dead = self._of_rows.ints(3 * E), self._holes.take(K)
+        first = first_hole = 0
+        for e, (change, count) in enumerate(zip(changes, counts, strict=True)):
+            num_blocks, num_keep, last = found[e], found[E + e], found[2 * E + e]
+            end = first + num_blocks - num_keep
+            change.released, first = self._gone.view[first:end].tolist(), end
+            change.last = last if last != num_blocks - 1 else -1
+            change.has_evicted = change.packs = change.is_compiled = True
+            change.table.holes = dead[first_hole : first_hole + count]
+            first_hole += count
 
-    def pack(self, batch: Tables, eviction: Eviction, num_new: list[int]) -> Packed:
-        E = len(batch)
-        assert len(eviction.holes) == sum(eviction.counts)
-        _given, (new, blocks, keep, last, counts) = _columns(
-            num_new, eviction.num_blocks, eviction.num_keep, eviction.last, eviction.counts
-        )
-        gone = array("q", chain.from_iterable(eviction.gone))
-        assert len(gone) == sum(eviction.num_blocks) - sum(eviction.num_keep)
-        given = (
-            _address(batch.rows), new, blocks, keep, last, _address(gone),
-            self._holes.put(eviction.holes), counts,
+    # ---- place -----------------------------------------------------------------------------
+
+    def place(
+        self,
+        changes: Sequence[Change],
+        num_new: Sequence[int],
+        block_ids_from: Callable[[int, int], Sequence[int]],
+    ) -> StepPlan:
+        mine = [e for e, c in enumerate(changes) if c.is_compiled]
+        if len(mine) == len(changes):
+            return self._place_plain(changes, num_new, block_ids_from)
+        theirs = [e for e, c in enumerate(changes) if not c.is_compiled]
+        other = super().place(
+            [changes[e] for e in theirs], [num_new[e] for e in theirs],
+            lambda e, first: block_ids_from(theirs[e], first),
         )  # fmt: skip
+        if not mine:
+            return other
+        plain = self._place_plain(
+            [changes[e] for e in mine], [num_new[e] for e in mine],
+            lambda e, first: block_ids_from(mine[e], first),
+        )  # fmt: skip
+        return joined(plain, other)
+
+    def _place_plain(
+        self, changes: Sequence[Change], num_new: Sequence[int], block_ids_from: Callable
+    ) -> StepPlan:
+        tables = [c.table for c in changes]
+        plan, num_appended = self._pack(changes, tables, num_new)
+        for table in tables:
+            table.holes = NO_SLOTS
+        if any(num_appended):
+            for e, (table, count) in enumerate(zip(tables, num_appended, strict=True)):
+                if count:
+                    block_ids = block_ids_from(e, table.num_blocks)
+                    table.sync_new_tokens(block_ids, table.num_computed_tokens + count)
+        return plan
+
+    def _pack(
+        self, changes: Sequence[Change], tables: list[RequestTable], num_new: Sequence[int]
+    ) -> tuple[StepPlan, list[int]]:
+        """Returns (plan, ints[E] new tokens that are still to be appended at the packed end)."""
+        E, rows = len(changes), _numbers_of(tables)
+        num_blocks = [t.num_blocks for t in tables]
+        num_keep = [n - len(c.released) for n, c in zip(num_blocks, changes, strict=True)]
+        last = [c.last if c.last >= 0 else n - 1 for n, c in zip(num_blocks, changes, strict=True)]
+        counts = [len(t.holes) for t in tables]
+        _given, (new, blocks, keep, final, sizes) = _columns(
+            num_new, num_blocks, num_keep, last, counts
+        )
+        gone = array("q", chain.from_iterable(c.released for c in changes))
+        holes = self._holes.put(np.concatenate([t.holes for t in tables]))
+        given = _address(rows), new, blocks, keep, final, _address(gone), holes, sizes
         appended = self._appended.room(E + 3)
         out = self._of_requests.room(4 * E + 2), self._rewrites.room(E), appended
         while True:  # once more for each table that has outgrown its region, and for the buffers
-            self._look(batch.arena)
+            self._look(tables[0].arena)
             code = self._library.vtt_pack(
                 self._pointer, E, *given, len(self._kept.array), len(self._source.array), *out,
                 self._kept.address, self._source.address, self._destination.address,
                 appended + 8 * E,
             )  # fmt: skip
             if code & 255 == NEEDS_ROOM:
-                table = batch.tables[code >> 8]
+                table = tables[code >> 8]
                 table.make_room(0, table.num_computed_tokens + 1)
             elif code == NEEDS_SPACE:
-                self._make_space(batch, eviction)
+                self._make_space(tables, sum(num_keep), sum(counts))
             else:
                 break
-        self._check(code, batch)
-        *num_appended, num_kept, num_moves, num_reused = self._appended.ints(E + 3)
+        self._check(code, tables)
+        *num_appended, num_kept, num_moves, _num_reused = self._appended.ints(E + 3)
         of_requests = self._of_requests.take(4 * E + 2)
-        steps = BatchSteps(
-            req_ids=[t.req_id for t in batch.tables],
+        plan = plan_of_packed(
+            req_ids=[t.req_id for t in tables],
             num_reclaimed=of_requests[:E],
             new_token_index=of_requests[E : 2 * E],
             rewrites_row=self._rewrites.take(E),
@@ -352,12 +424,25 @@ class CompiledOps(NumpyOps):
             move_source=self._source.take(num_moves),
             move_destination=self._destination.take(num_moves),
         )
-        return Packed(steps, num_appended, num_reused)
+        return plan, num_appended
 
-    def _make_space(self, batch: Tables, eviction: Eviction) -> None:
-        """Let the results of `pack` fit, however many there may be."""
-        N = batch.block_size
-        unused = sum(t.num_blocks * N - t.num_physical_tokens for t in batch.tables)
-        self._kept.room(sum(eviction.num_keep))
-        self._source.room(len(eviction.holes) + unused)
-        self._destination.room(len(eviction.holes) + unused)
+    def _make_space(self, tables: Sequence[RequestTable], num_keep: int, num_holes: int) -> None:
+        """Let the results of `_pack` fit, however many there may be."""
+        N = tables[0].block_size
+        unused = sum(t.num_blocks * N - t.num_physical_tokens for t in tables)
+        self._kept.room(num_keep)
+        self._source.room(num_holes + unused)
+        self._destination.room(num_holes + unused)
+
+
+def _is_plain(change: Change) -> bool:
+    """Whether the compiled `evict` takes a change: one new token, packed, and no block is shared."""
+    rules = change.rules
+    return (
+        change.num_new_tokens == 1
+        and rules.moves
+        and rules.fragmentation_threshold == 0.0
+        and change.pinned is None
+        and change.leaves is None
+        and not len(change.table.holes)
+    )

@@ -6,20 +6,18 @@ logical ids to evict; the backend decides what that does to memory.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
-from vtoken.policies.selection import NO_IDS, lowest, lowest_indices
+from vtoken.policies.selection import NO_IDS, lowest
 
-__all__ = [
-    "NO_IDS", "BatchView", "Policy", "RankedIds", "RequestView", "ScoreKind", "budget_tokens",
-]  # fmt: skip
+__all__ = ["NO_IDS", "Policy", "RequestView", "Rule", "ScoreKind", "budget_tokens", "score_window"]
 
 _SLACK = 1e-9  # keeps the ceiling of 0.3 * 10 from being 4
 
@@ -39,14 +37,28 @@ class ScoreKind(str, Enum):
     KEY_NORM = "key-norm"  # L2 norm of the key, summed over layers and heads, set once
 
 
-class RankedIds(Protocol):
-    """The live ids of a request, counted from the lowest."""
+class Rule(Enum):
+    """How a policy that only ranks its candidates names victims; see `Policy.rule`."""
 
-    def count_below(self, first_id: int) -> int:
-        """Live ids < first_id."""
+    OLDEST = "oldest"
+    LOWEST_SCORE = "lowest score"
+    HIGHEST_SCORE = "highest score"
+    RANDOM_DRAW = "random draw"
 
-    def at(self, ranks: np.ndarray) -> np.ndarray:
-        """int32[K], the live ids with these ranks."""
+
+def score_window(kind: ScoreKind, score_queries: int | str) -> dict[str, object]:
+    """Say which queries a policy's scores are made of; for results and summaries.
+
+    Returns:
+        `score_kind`, and `prompt_queries`: queries of every prompt chunk that count, "all" or a
+        number, 0 where the attention is not looked at. Every decode query counts.
+    """
+    counted: int | str = score_queries
+    if kind in (ScoreKind.NONE, ScoreKind.KEY_NORM):
+        counted = 0
+    elif kind is ScoreKind.LAST:
+        counted = 1
+    return {"score_kind": kind.value, "prompt_queries": counted}
 
 
 class RequestView:
@@ -62,17 +74,13 @@ class RequestView:
             did not ask for them. The newest tokens may be missing under async scheduling.
         seed, prompt_hash: what `rng` draws from.
 
-    `live_ids` and `scores` are computed on first use, so that a policy which needs neither
-    (streaming) costs O(evicted) and not O(context). `lowest_scored` ranks without them where the
-    backend gives `scores_by_id`, float32 by logical id, NaN where there is none, and `all_live`,
-    which says whether ids are all live: a dead one may still have a score.
+    `live_ids` and `scores` are computed on first use.
     """
 
     __slots__ = (  # noqa: RUF023 - grouped by meaning
         "num_computed_tokens", "num_prompt_tokens", "budget_tokens", "num_evict",
         "protected_tokens", "token_ids", "seed", "prompt_hash",
-        "_live_ids", "_scores", "_oldest", "_scores_by_id", "_all_live",
-        "_ranked",
+        "_live_ids", "_scores",
     )  # fmt: skip
 
     def __init__(
@@ -88,10 +96,6 @@ class RequestView:
         token_ids: np.ndarray | None = None,
         seed: int = 0,
         prompt_hash: int = 0,
-        oldest: Callable[[int, int], np.ndarray] | None = None,
-        scores_by_id: np.ndarray | None = None,
-        all_live: Callable[[np.ndarray], bool] | None = None,
-        ranked: Callable[[], RankedIds] | None = None,
     ) -> None:
         self.num_computed_tokens = num_computed_tokens
         self.num_prompt_tokens = num_prompt_tokens
@@ -100,9 +104,7 @@ class RequestView:
         self.protected_tokens = protected_tokens
         self.token_ids = token_ids
         self.seed, self.prompt_hash = seed, prompt_hash
-        self._live_ids, self._scores, self._oldest = live_ids, scores, oldest
-        self._scores_by_id, self._all_live = scores_by_id, all_live
-        self._ranked = ranked
+        self._live_ids, self._scores = live_ids, scores
 
     @property
     def live_ids(self) -> np.ndarray:
@@ -120,67 +122,21 @@ class RequestView:
 
     def oldest(self, count: int, first_id: int = 0) -> np.ndarray:
         """int32[<= count], the lowest live ids that are >= first_id, ascending."""
-        if self._oldest is not None:
-            return self._oldest(count, first_id)
         ids = self.live_ids
         # Search in the ids' own dtype: a Python int would make searchsorted copy all ids.
         start = int(ids.searchsorted(np.int32(first_id)))
         return ids[start : start + max(0, count)]
-
-    def ranked(self) -> RankedIds | None:
-        """Live ids by rank, without a pass over them; None where `live_ids` is all there is."""
-        return None if self._ranked is None else self._ranked()
-
-    def lowest_scored(self, first_id: int, end_id: int, sign: int = 1) -> np.ndarray | None:
-        """int32, the `num_evict` ids of first_id .. end_id - 1 with the lowest `sign` * score.
-
-        Among equal scores the lower id goes first; ids without a score are never named. None
-        where that takes `live_ids` and `scores`.
-        """
-        if self._scores_by_id is None:
-            return None
-        keys = self._scores_by_id[first_id:end_id]
-        ids = lowest_indices(keys if sign > 0 else -keys, self.num_evict) + first_id
-        # Had dead ids no score, the same ones would be named, if none of these is dead.
-        return ids.astype(np.int32) if self._all_live(ids) else None
 
     def rng(self) -> np.random.Generator:
         """A generator that depends on (seed, prompt, L) alone: two engines draw alike."""
         return np.random.default_rng([self.seed, self.prompt_hash, self.num_computed_tokens])
 
 
-@dataclass(slots=True)
-class BatchView:
-    """Several requests with one policy, as `Policy.evict_many` sees them; no id is protected.
-
-    Attributes:
-        num_computed_tokens, budget_tokens, num_evict: E numbers each, as in RequestView.
-        oldest: gives (ids int64[K], counts) for (counts, first ids, end ids): each request's
-            lowest live ids of a half-open range, as many as there are, one request after the
-            other.
-        lowest_scored: gives the same for (first ids, end ids, sign): the `num_evict` live ids of
-            each range with the lowest `sign` * score, as `Policy.lowest_scored`; ascending by
-            request. None without scores.
-        count_below: gives E numbers, of live ids below E bounds.
-        at_ranks: gives int64[K], ascending by request, for (ranks int64[K], counts): the live ids
-            with these ranks; 0 is the lowest.
-        draw: gives int64[K] for (numbers of candidates, counts): counts[e] different numbers
-            below the e-th, drawn as `RequestView.rng` draws for the same request.
-    """
-
-    num_computed_tokens: list[int]
-    budget_tokens: list[int]
-    num_evict: list[int]
-    oldest: Callable[[list[int], list[int], list[int]], tuple[np.ndarray, list[int]]]
-    lowest_scored: Callable[[list[int], list[int], int], tuple] | None = None
-    count_below: Callable[[list[int]], list[int]] | None = None
-    at_ranks: Callable[[np.ndarray, list[int]], np.ndarray] | None = None
-    draw: Callable[[list[int], list[int]], np.ndarray] | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Base of all policies. The fields are the parameters; `evict` is the one method to write.
+    """Base of all policies. The fields are the parameters.
+
+    A policy that only ranks its candidates names a `rule`; every other one writes `evict`.
 
     Attributes:
         sink_tokens: the first tokens of a sequence, never evicted.
@@ -190,6 +146,7 @@ class Policy(ABC):
 
     name: ClassVar[str] = ""
     score_kind: ClassVar[ScoreKind] = ScoreKind.NONE
+    rule: ClassVar[Rule | None] = None
     needs_token_ids: ClassVar[bool] = False
     recent_follows_budget: ClassVar[bool] = False
 
@@ -197,22 +154,30 @@ class Policy(ABC):
     recent_tokens: int | None = None
     block_size: int = field(default=16, repr=False)
 
-    # A policy may also have evict_many(BatchView) -> (ids, counts), which names for every request
-    # exactly what `evict` names, ascending, with a fixed number of numpy calls.
-    evict_many: ClassVar[Callable | None] = None
+    @property
+    def names_by_rule(self) -> bool:
+        """Whether `rule` says it all, so that many requests can be asked about at once."""
+        return self.rule is not None and type(self).evict is Policy.evict
 
-    def __init_subclass__(cls, **kwargs) -> None:
-        super().__init_subclass__(**kwargs)
-        if "evict" in vars(cls) and "evict_many" not in vars(cls):
-            cls.evict_many = None  # an inherited one would name other ids
-
-    @abstractmethod
     def evict(self, view: RequestView) -> np.ndarray:
         """Name at most `view.num_evict` live ids to drop.
 
         Returns:
             int32[<= num_evict] logical ids, no id twice, in any order.
         """
+        if self.rule is None:
+            raise TypeError(f"{type(self).__name__} has neither a rule nor a method `evict`")
+        if self.rule in (Rule.LOWEST_SCORE, Rule.HIGHEST_SCORE):
+            ids, scores = self.scored_candidates(view)
+            keys = scores if self.rule is Rule.LOWEST_SCORE else -scores
+            return lowest(ids, keys, view.num_evict)
+        low, high = self.candidate_range(view)
+        ids = view.live_ids[low:high]
+        count = max(0, min(view.num_evict, len(ids)))
+        if self.rule is Rule.OLDEST:
+            return ids[:count]
+        # Ranks of ascending ids are drawn: the draw must not depend on the layout.
+        return ids[view.rng().choice(len(ids), size=count, replace=False)] if count else NO_IDS
 
     def recent(self, budget_tokens: int) -> int:
         """Newest tokens to keep at this budget, in tokens."""
@@ -238,35 +203,21 @@ class Policy(ABC):
             return ids[low:high]
         return ids[low:high][~np.isnan(view.scores[low:high])]
 
-    def candidate_bounds(self, view: RequestView) -> tuple[int, int]:
+    def candidate_bounds(
+        self, num_computed_tokens: int, budget_tokens: int, protected_tokens: int = 0
+    ) -> tuple[int, int]:
         """Half-open range of ids between sinks, or protected ids, and recent window."""
-        first = max(self.sink_tokens, view.protected_tokens)
-        end = view.num_computed_tokens - self.recent(view.budget_tokens)
-        return first, max(first, end)
-
-    def candidate_bounds_many(self, view: BatchView) -> tuple[list[int], list[int]]:
-        """`candidate_bounds` of several requests."""
-        first, budgets = self.sink_tokens, view.budget_tokens
-        recent = {b: self.recent(b) for b in set(budgets)}  # all the same where it is absolute
-        lengths = zip(view.num_computed_tokens, budgets, strict=True)
-        return [first] * len(budgets), [max(first, length - recent[b]) for length, b in lengths]
+        first = max(self.sink_tokens, protected_tokens)
+        return first, max(first, num_computed_tokens - self.recent(budget_tokens))
 
     def candidate_range(self, view: RequestView) -> tuple[int, int]:
         """Half-open range of indices into `live_ids` between sinks and recent window."""
-        bounds = np.array(self.candidate_bounds(view), np.int32)
-        low, high = view.live_ids.searchsorted(bounds)
+        bounds = self.candidate_bounds(
+            view.num_computed_tokens, view.budget_tokens, view.protected_tokens
+        )
+        # In the ids' own dtype: a Python int would make searchsorted copy all ids.
+        low, high = view.live_ids.searchsorted(np.array(bounds, np.int32))
         return int(low), int(high)
-
-    def lowest_scored(self, view: RequestView, sign: int = 1) -> np.ndarray:
-        """int32[<= num_evict], the candidates with the lowest `sign` * score, ascending.
-
-        Among equal scores the lower id goes first; ids without a score are never named.
-        """
-        found = view.lowest_scored(*self.candidate_bounds(view), sign)
-        if found is not None:
-            return found
-        ids, scores = self.scored_candidates(view)
-        return lowest(ids, sign * scores, view.num_evict)
 
     def scored_candidates(self, view: RequestView) -> tuple[np.ndarray, np.ndarray]:
         """(int32[C], float32[C]), ids between sinks and recent window, ascending, and their scores.

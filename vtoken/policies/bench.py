@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vtoken.core.table import RequestTable
 from vtoken.policies.base import Policy, RequestView, ScoreKind
 from vtoken.policies.registry import BUILT_IN, make_policy
 
@@ -23,14 +22,10 @@ def one_eviction(policy: Policy, live_tokens: int, victims: int) -> Callable[[],
     """A call that builds a view of a half-evicted request and evicts from it."""
     gen = np.random.default_rng(0)
     length = 2 * live_tokens
-    table = RequestTable("bench", policy.block_size)
-    table.sync(list(range(-(-length // policy.block_size))), length)
-    inner = np.arange(policy.sink_tokens, length - live_tokens // 2)
-    # A policy that only asks for the oldest never leaves holes among them.
+    inner = np.arange(policy.sink_tokens, length - live_tokens // 2, dtype=np.int32)
     needs_scores = policy.score_kind is not ScoreKind.NONE
-    count = length - live_tokens
-    table.evict(inner[:count] if not needs_scores else gen.choice(inner, count, replace=False))
-    live_ids = table.live_ids()
+    dead = gen.choice(inner, length - live_tokens, replace=False)
+    live_ids = np.setdiff1d(np.arange(length, dtype=np.int32), dead)
     scores = gen.random(live_tokens, np.float32) if needs_scores else None
     token_ids = gen.integers(0, 32_000, length, np.int32) if policy.needs_token_ids else None
 
@@ -43,7 +38,6 @@ def one_eviction(policy: Policy, live_tokens: int, victims: int) -> Callable[[],
             num_evict=victims,
             scores=scores,
             token_ids=token_ids,
-            oldest=table.oldest,
         )
         return policy.evict(view)
 

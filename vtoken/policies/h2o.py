@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from vtoken.policies.base import BatchView, Policy, RequestView, ScoreKind
+from vtoken.policies.base import Policy, Rule, ScoreKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +28,7 @@ class H2O(Policy):
 
     name: ClassVar[str] = "h2o"
     score_kind: ClassVar[ScoreKind] = ScoreKind.ACCUMULATED
+    rule: ClassVar[Rule] = Rule.LOWEST_SCORE
     recent_follows_budget: ClassVar[bool] = True
 
     def recent(self, budget_tokens: int) -> int:
@@ -37,10 +36,3 @@ class H2O(Policy):
         if self.recent_tokens is not None:
             return self.recent_tokens
         return max(0, min(budget_tokens // 2, budget_tokens - self.sink_tokens))
-
-    def evict(self, view: RequestView) -> np.ndarray:
-        return self.lowest_scored(view)
-
-    def evict_many(self, view: BatchView) -> tuple[np.ndarray, list[int]]:
-        """`evict` for several requests: (ids int64[K], counts)."""
-        return view.lowest_scored(*self.candidate_bounds_many(view), 1)

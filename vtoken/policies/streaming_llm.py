@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from vtoken.policies.base import BatchView, Policy, RequestView
+from vtoken.policies.base import Policy, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +20,11 @@ class StreamingLLM(Policy):
     with, so the model's context length still bounds the request. The cut is the same in every
     layer and head in the paper too: nothing is lost by sharing one block table.
 
-    Only `view.oldest` is used: the cost grows with the evicted tokens, not with the context.
+    The cost grows with the evicted tokens, not with the context.
     """
 
     name: ClassVar[str] = "streaming-llm"
+    rule: ClassVar[Rule] = Rule.OLDEST
     recent_follows_budget: ClassVar[bool] = True
 
     def recent(self, budget_tokens: int) -> int:
@@ -33,15 +32,3 @@ class StreamingLLM(Policy):
         if self.recent_tokens is not None:
             return self.recent_tokens
         return max(0, budget_tokens - self.sink_tokens)
-
-    def evict(self, view: RequestView) -> np.ndarray:
-        first = max(self.sink_tokens, view.protected_tokens)
-        ids = view.oldest(view.num_evict, first)
-        end = view.num_computed_tokens - self.recent(view.budget_tokens)
-        if len(ids) and ids[-1] >= end:  # the recent window would be touched
-            ids = ids[ids < end]
-        return ids
-
-    def evict_many(self, view: BatchView) -> tuple[np.ndarray, list[int]]:
-        """`evict` for several requests: (ids int64[K], counts)."""
-        return view.oldest(view.num_evict, *self.candidate_bounds_many(view))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from vtoken.policies.base import BatchView, Policy, RequestView, ScoreKind
+from vtoken.policies.base import Policy, Rule, ScoreKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +25,4 @@ class TOVA(Policy):
 
     name: ClassVar[str] = "tova"
     score_kind: ClassVar[ScoreKind] = ScoreKind.LAST
-
-    def evict(self, view: RequestView) -> np.ndarray:
-        return self.lowest_scored(view)
-
-    def evict_many(self, view: BatchView) -> tuple[np.ndarray, list[int]]:
-        """`evict` for several requests: (ids int64[K], counts)."""
-        return view.lowest_scored(*self.candidate_bounds_many(view), 1)
+    rule: ClassVar[Rule] = Rule.LOWEST_SCORE

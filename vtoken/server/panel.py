@@ -72,7 +72,7 @@ def concurrency(
     config: VTokenConfig, budget: Budget | None, num_blocks: int, block_size: int, length: int
 ) -> dict[str, Any]:
     """Requests of a final length that fit at once, with and without reclamation, as formulas."""
-    from vtoken.vllm_plugin.sizing import peak_tokens
+    from vtoken.core.budget import peak_tokens
 
     full = cdiv(length, block_size)
     reclaims = config.mode == "vtoken" and budget is not None

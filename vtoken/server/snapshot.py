@@ -42,7 +42,7 @@ def snapshot(scheduler, engine_index: int = 0) -> dict:
     return {
         "engine": engine_index,
         "time_s": time.time(),
-        "step": hooks.step_seq if hooks is not None else None,
+        "step": hooks.clock.seq if hooks is not None else None,
         "mode": hooks.config.mode if hooks is not None else "native",
         "policy": hooks.config.policy if hooks is not None and hooks.config.evicts else None,
         "evict_when": hooks.config.evict_when
@@ -87,17 +87,17 @@ def _request_row(scheduler, hooks, manager, request, per_block: _Slots) -> dict:
     blocks = manager.req_to_blocks.get(req_id, [])
     ids = np.array([b.block_id for b in blocks], np.int64)
     computed = request.num_computed_tokens
-    state = hooks.states.get(req_id) if hooks is not None else None
+    state = hooks.requests.by_id.get(req_id) if hooks is not None else None
     if state is None:
         live_at = np.clip(computed - N * np.arange(len(ids)), 0, N)
         used_at, evicted, dead, moved = live_at, 0, 0, 0
     else:
-        hooks.sync(state, blocks, computed)
+        state.sync(computed)
         table = state.table
         live_at = np.asarray(table.live_per_block())
         used_at = np.clip(table.num_physical_tokens - N * np.arange(len(live_at)), 0, N)
         evicted, dead = table.num_evicted_tokens, len(table.holes)
-        moved = hooks.moved.get(req_id, 0)
+        moved = state.num_moved
     n = min(len(ids), len(live_at))
     at, live_at, used_at = ids[:n], live_at[:n], used_at[:n]
     # A shared block is in several rows and has one content: the most that an owner sees in it.

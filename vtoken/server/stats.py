@@ -45,7 +45,7 @@ def live_and_dead_tokens(hooks, running) -> tuple[int, int]:
     """Live tokens, and slots of dead ones in blocks that requests still own."""
     live = dead = 0
     for request in running:
-        state = hooks.states.get(request.request_id)
+        state = hooks.requests.by_id.get(request.request_id)
         if state is None:
             continue
         live += request.num_computed_tokens - state.table.num_evicted_tokens
@@ -61,8 +61,8 @@ class StatsSource:
         num_violations: invariants found broken by the sampled check.
     """
 
-    def __init__(self, hooks) -> None:
-        self.hooks = hooks
+    def __init__(self, step) -> None:
+        self.step = step
         self.relocation_ns = 0
         self.num_violations = 0
         self._sent = dict.fromkeys((*COUNTS, VIOLATIONS), 0)
@@ -72,9 +72,9 @@ class StatsSource:
 
     def take(self) -> dict[str, int]:
         """What changed since the last call, keyed as it travels."""
-        hooks = self.hooks
-        if hooks.step_seq >= self._next_check_step:
-            self._next_check_step = hooks.step_seq + CHECK_EVERY_STEPS
+        hooks = self.step
+        if hooks.clock.seq >= self._next_check_step:
+            self._next_check_step = hooks.clock.seq + CHECK_EVERY_STEPS
             self._check()
         out = {}
         for name in COUNTS:
@@ -105,16 +105,16 @@ class StatsSource:
 
     def _check(self) -> None:
         """Check one running request and the pool; in turn, so that all are reached."""
-        hooks, running = self.hooks, self.hooks.scheduler.running
+        hooks, running = self.step, self.step.scheduler.running
         manager = hooks.manager
         rows = [[b.block_id for b in row] for row in manager.req_to_blocks.values()]
         wrong = check_pool(hooks.pool.num_gpu_blocks, hooks.pool.get_num_free_blocks(), rows)
         if running:
-            request = running[(hooks.step_seq // CHECK_EVERY_STEPS) % len(running)]
-            state = hooks.states.get(request.request_id)
+            request = running[(hooks.clock.seq // CHECK_EVERY_STEPS) % len(running)]
+            state = hooks.requests.by_id.get(request.request_id)
             if state is not None:
                 blocks = manager.req_to_blocks[request.request_id]
-                hooks.sync(state, blocks, request.num_computed_tokens)
+                state.sync(request.num_computed_tokens)
                 wrong += check_table(state.table)
                 wrong += check_row(state.table, [b.block_id for b in blocks])
         for sentence in wrong:

@@ -15,7 +15,7 @@ import copy
 import numpy as np
 
 from vtoken.config import VTokenConfig
-from vtoken.core.events import StepPlan
+from vtoken.core.messages import StepPlan
 from vtoken.core.invariants import check_step_plan
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.errors import InvariantViolation
@@ -106,7 +106,7 @@ class CheckedDryEngine(DryEngine):
 
     def _run_worker(self, scheduler_output) -> None:
         plan = getattr(scheduler_output, "vtoken", None)
-        step_seq = self.hooks.step_seq if self.hooks is not None else self.num_steps
+        step_seq = self.hooks.clock.seq if self.hooks is not None else self.num_steps
         if plan is not None:
             self._check_plan(plan)
         self.num_hits += sum(
@@ -146,7 +146,7 @@ class CheckedDryEngine(DryEngine):
         """Live ids that the engine recorded for this step, by request; the trace is emptied."""
         if self.hooks is None:
             return {}
-        entries, self.hooks.trace[:] = list(self.hooks.trace), []
+        entries, self.hooks.trace.entries = self.hooks.trace.entries, []
         assert all(e.step_seq == step_seq for e in entries)
         return {e.req_id: e.live_ids for e in entries}
 
@@ -181,7 +181,7 @@ class CheckedDryEngine(DryEngine):
             self._check_cached_blocks()
 
     def _check_tables(self) -> None:
-        for req_id, state in self.hooks.states.items():
+        for req_id, state in self.hooks.requests.by_id.items():
             table = state.table
             ids = table.live_ids()
             if self.oracle.victims is None:
@@ -189,7 +189,7 @@ class CheckedDryEngine(DryEngine):
                 self.oracle.follow(req_id, ids)
             elif req_id not in self.model.reads:
                 shared = self._protected.get(req_id, set())
-                self.oracle.pass_over(req_id, self.hooks.step_seq, shared, ids)
+                self.oracle.pass_over(req_id, self.hooks.clock.seq, shared, ids)
             slots = table.slots_of(table.index_of[ids])
             wrong = self.oracle.check_slots(req_id, ids, slots, self.model.kv)
             self._wrong += [("I1", w) for w in wrong]

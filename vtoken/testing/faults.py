@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vtoken.core.events import StepPlan
+from vtoken.core.messages import StepPlan
 
 PlanFault = Callable[[StepPlan, np.random.Generator], bool]
 

@@ -39,7 +39,6 @@ class PolicyCase:
             live_ids, scores = fields["live_ids"], fields["scores"]
             fields["live_ids"] = lambda: live_ids
             fields["scores"] = None if scores is None else lambda: scores
-            fields["oldest"] = lambda count, first_id=0: live_ids[live_ids >= first_id][:count]
         return RequestView(**fields)
 
     def __str__(self) -> str:

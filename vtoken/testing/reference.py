@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vtoken.core.events import TraceEntry
+from vtoken.recording.trace import TraceEntry
 
 
 @dataclass

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vtoken.core.events import MASK_GIVEN, MASK_PACKED, StepPlan
+from vtoken.core.messages import MASK_GIVEN, MASK_PACKED, StepPlan
 from vtoken.errors import InvariantViolation
 from vtoken.units import cdiv
 

@@ -11,7 +11,6 @@ from vtoken.verify.report import ReplayLog, make_report, save_report
 
 logger = logging.getLogger("vllm.vtoken")
 
-CHECK_COUNTS = "vtoken_check_counts"  # attribute of a ModelRunnerOutput
 
 
 def replay_settings(vllm_config) -> dict[str, object]:

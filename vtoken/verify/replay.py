@@ -57,7 +57,7 @@ def _run(engine, requests: list[dict]) -> None:
     """Add every request just before the step in which it was first scheduled."""
     waiting = sorted(requests, key=lambda r: r["step"])
     while waiting or engine.has_unfinished():
-        next_step = engine.hooks.step_seq + 1
+        next_step = engine.hooks.clock.seq + 1
         # An idle engine makes no steps: time passes until the next arrival.
         idle = not engine.has_unfinished()
         until = waiting[0]["step"] if waiting and idle else next_step

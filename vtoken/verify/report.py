@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vtoken.core.events import StepPlan
+from vtoken.core.messages import StepPlan
 from vtoken.errors import ConfigError
 from vtoken.verify.operations import OperationLog
 from vtoken.verify.plan import Arrival

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from vtoken.config import VTokenConfig
-from vtoken.core.events import TraceEntry
+from vtoken.recording.trace import TraceEntry
 from vtoken.engine.base import StepEngine
 from vtoken.engine.run import RunResult, run_requests
 from vtoken.engine.settings import EngineSettings

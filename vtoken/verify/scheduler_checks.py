@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from vtoken.core.events import StepPlan
+from vtoken.core.messages import StepPlan
 from vtoken.core.invariants import (
     check_conservation,
     check_packed,
@@ -21,7 +21,7 @@ from vtoken.core.invariants import (
     check_unique_mapping,
 )
 from vtoken.verify.base import Tally
-from vtoken.verify.checker import CHECK_COUNTS, Checker
+from vtoken.verify.checker import Checker
 from vtoken.verify.plan import Arrival, CheckPlan, RequestCheck
 
 logger = logging.getLogger("vllm.vtoken")
@@ -51,21 +51,6 @@ class _Snapshot:
         return ids, row[physical // block_size] * block_size + physical % block_size
 
 
-def _listen_to_workers(scheduler) -> None:
-    """Hand every step's output to the checker in force; once per scheduler."""
-    if "update_from_output" in vars(scheduler):
-        return
-    update = scheduler.update_from_output
-
-    def heard(scheduler_output, model_runner_output):
-        checker = scheduler.vtoken.checker
-        if checker is not None:
-            checker.note_worker(model_runner_output)
-        return update(scheduler_output, model_runner_output)
-
-    scheduler.update_from_output = heard
-
-
 class SchedulerChecker(Checker):
     """Checks tables, plans and the pool; writes the CheckPlan. Called by `SchedulerHooks`.
 
@@ -81,7 +66,6 @@ class SchedulerChecker(Checker):
         self._num_seen = 0
         self._next_log_s = time.monotonic() + LOG_EVERY_S
         self._logged_events = 0
-        _listen_to_workers(hooks.scheduler)
 
     def before_change(self, req_id: str, state, victims: np.ndarray | None = None) -> None:
         """A request's table is in step and about to be changed by this step's plan."""
@@ -107,22 +91,21 @@ class SchedulerChecker(Checker):
             self._require_snapshots(plan, snapshots)
         checks = []
         for req_id, snapshot in snapshots.items():
-            if hooks.states.get(req_id) is snapshot.state:  # else preempted since
+            if hooks.requests.by_id.get(req_id) is snapshot.state:  # else preempted since
                 checks.append(self._check_request(req_id, snapshot, plan, scheduler_output))
         if checks:
             self._check_plan(plan, checks)
             self._check_pool()
         if not checks and not arrivals:
             return None
-        return CheckPlan(hooks.step_seq, checks, arrivals)
+        return CheckPlan(hooks.clock.seq, checks, arrivals)
 
     # ---- what both sides found, for whoever asks -------------------------------------------
 
-    def note_worker(self, model_runner_output) -> None:
-        """Take in the worker's counts, which ride on a step's output where something changed."""
-        counts = getattr(model_runner_output, CHECK_COUNTS, None)
-        if counts is not None:
-            self.worker_counts = counts
+    def note_worker(self, check_counts: dict[str, list[int]] | None) -> None:
+        """Take in the worker's counts, which come where something changed."""
+        if check_counts is not None:
+            self.worker_counts = check_counts
         now = time.monotonic()
         if now >= self._next_log_s:
             self._next_log_s = now + LOG_EVERY_S
@@ -149,7 +132,7 @@ class SchedulerChecker(Checker):
         for new in scheduler_output.scheduled_new_reqs:
             request = self.hooks.scheduler.requests[new.req_id]
             prompt = np.array(request.prompt_token_ids, np.int32)
-            found.append(Arrival(self.hooks.step_seq, new.req_id, prompt, request.max_tokens))
+            found.append(Arrival(self.hooks.clock.seq, new.req_id, prompt, request.max_tokens))
         self.replay.extend(found)
         return found
 
@@ -157,7 +140,7 @@ class SchedulerChecker(Checker):
         """I4: every plan was made in this step."""
         for req_id in plan.req_ids if plan is not None else ():
             snapshot = snapshots.get(req_id)
-            if snapshot is None or self.hooks.states.get(req_id) is not snapshot.state:
+            if snapshot is None or self.hooks.requests.by_id.get(req_id) is not snapshot.state:
                 wrong = f"{req_id}: its plan was not made from its layout in this step"
                 self._require("I4.snapshot", [wrong], req_id, plan)
 
@@ -168,7 +151,7 @@ class SchedulerChecker(Checker):
             scheduler_output.num_scheduled_tokens.get(req_id, 0),
         )
         first_id, blocks = request.num_computed_tokens, hooks.manager.req_to_blocks[req_id]
-        hooks.sync(snapshot.state, blocks, first_id + n)
+        snapshot.state.sync(first_id + n)
         block_ids = [b.block_id for b in blocks]
         wrong = check_unique_mapping(table) + check_row(table, block_ids) + check_packed(table)
         self._require("I2.table", wrong, req_id, plan)
@@ -206,7 +189,7 @@ class SchedulerChecker(Checker):
         source, destination = moves
         if not len(source):
             return
-        N, table = self.hooks.block_size, snapshot.state.table
+        N, table = self.hooks.manager.block_size, snapshot.state.table
         ids, slots = snapshot.live_slots(N, after_eviction=True)
         order = np.argsort(slots)
         at = np.searchsorted(slots[order], source).clip(max=max(len(slots) - 1, 0))
@@ -228,14 +211,14 @@ class SchedulerChecker(Checker):
     def _check_plan(self, plan: StepPlan | None, checks: list[RequestCheck]) -> None:
         if plan is None:
             return
-        hooks, N = self.hooks, self.hooks.block_size
+        hooks, N = self.hooks, self.hooks.manager.block_size
         shared: set[int] = set()
         for c in checks:
             blocks = hooks.manager.req_to_blocks[c.req_id]
             shared.update(b.block_id for b in blocks if b.ref_cnt > 1 and not b.is_null)
         wrong = check_step_plan(plan, hooks.pool.num_gpu_blocks * N, shared, N)
         for c in checks:
-            table = hooks.states[c.req_id].table
+            table = hooks.requests.by_id[c.req_id].table
             new = table.index_of[c.first_id : table.num_computed_tokens]
             if shared.intersection((table.slots_of(new) // N).tolist()):
                 wrong.append(f"{c.req_id}: a new token is written into a shared block")
@@ -247,14 +230,14 @@ class SchedulerChecker(Checker):
         self._require("I4.plan", wrong, checks[0].req_id, plan)
 
     def _row_len(self, check: RequestCheck) -> int:
-        return -(-len(check.ids_before) // self.hooks.block_size)
+        return -(-len(check.ids_before) // self.hooks.manager.block_size)
 
     def _check_pool(self) -> None:
         """Distinct blocks add up, and every block has as many references as holders."""
         pool, rows = self.hooks.pool, self.hooks.manager.req_to_blocks.values()
         rows = [[b.block_id for b in row] for row in rows]
         # Taken for copies that were planned and not carried out; given back in the next step.
-        copies = self.hooks.shares.copies.values()
+        copies = self.hooks.prefix.copies.values()
         rows += [[b.block_id for b in plan.new_blocks] for plan in copies]
         wrong = check_pool(pool.num_gpu_blocks, pool.get_num_free_blocks(), rows)
         held = np.fromiter((b for row in rows for b in row), np.int64)
@@ -265,12 +248,12 @@ class SchedulerChecker(Checker):
         if len(odd):
             wrong.append(f"blocks {odd[:8].tolist()} have fewer references than holders")
         if self.tally.is_on("conservation.pool") and wrong:
-            slots = odd * self.hooks.block_size
+            slots = odd * self.hooks.manager.block_size
             self.fail(
-                "conservation.pool", "; ".join(wrong), step_seq=self.hooks.step_seq, slots=slots
+                "conservation.pool", "; ".join(wrong), step_seq=self.hooks.clock.seq, slots=slots
             )
 
     def _require(self, check: str, wrong: list[str], req_id: str, plan, **details) -> None:
         self.require(
-            check, wrong, step_seq=self.hooks.step_seq, req_id=req_id, plan=plan, **details
+            check, wrong, step_seq=self.hooks.clock.seq, req_id=req_id, plan=plan, **details
         )

@@ -215,7 +215,7 @@ def stale_plan(engine):
         moving = [s for s in steps if s.move_source is not None]
         if not kept and moving:
             kept.append(moving[0])
-        elif kept and hooks.counters.preemptions and kept[0].req_id in hooks.states:
+        elif kept and hooks.counters.preemptions and kept[0].req_id in hooks.requests.by_id:
             stale = kept[0]
             if all(s.req_id != stale.req_id for s in steps):
                 steps = [*steps, stale]

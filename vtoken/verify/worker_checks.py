@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vtoken.core.events import StepPlan
+from vtoken.core.messages import StepPlan
 from vtoken.verify.checker import Checker
 from vtoken.verify.hashing import SlotHasher, digest
 from vtoken.verify.operations import OperationLog, check_order
@@ -110,7 +110,7 @@ class WorkerChecker(Checker):
 
     def before_moves(self, runner, scheduler_output) -> None:
         """Hash the layouts of the last step, of all requests that change in this one."""
-        self._plan = plan = getattr(scheduler_output, "vtoken_check", None)
+        self._plan = plan = getattr(getattr(scheduler_output, "vtoken", None), "check", None)
         self._step_plan = getattr(scheduler_output, "vtoken", None)
         self._before = {}
         self.log.begin_step(plan.step_seq if plan is not None else self.log.step_seq + 1)

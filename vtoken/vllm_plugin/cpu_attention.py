@@ -31,7 +31,7 @@ from vtoken.kernels.scores import (
     update_scores,
 )
 from vtoken.policies.base import ScoreKind
-from vtoken.vllm_plugin.scores import ScoreReport
+from vtoken.core.messages import ScoreReport
 
 # Pools of up to so many slots are added up as a whole: under 0.1 ms, where listing the live slots
 # of a batch takes several times that.

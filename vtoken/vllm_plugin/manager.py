@@ -1,8 +1,8 @@
 """KV cache spec and block manager: block need counted in physical tokens, not logical ones.
 
-vLLM picks a manager by the type of the spec that the workers announce. Ours asks the scheduler's
-hooks (`vtoken.vllm_plugin.hooks`) how long a request really is; without hooks, and for requests
-that never evicted, it is vLLM's FullAttentionManager.
+vLLM picks a manager by the type of the spec that the workers announce. Ours asks vToken's step how
+long a request really is; without one, and for requests that never evicted, it is vLLM's
+FullAttentionManager.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from vtoken.units import cdiv
+
 if TYPE_CHECKING:
-    from vtoken.vllm_plugin.hooks import SchedulerHooks
+    from vtoken.scheduling.step import Step
 
 
 class VTokenManager(FullAttentionManager):
     """FullAttentionManager whose requests may hold fewer slots than they have tokens."""
 
-    hooks: SchedulerHooks | None = None
+    step: Step | None = None
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -38,16 +40,17 @@ class VTokenManager(FullAttentionManager):
         apply_admission_cap=False,
         prefill_end=0,
     ):
-        if self.hooks is not None:
-            shift = self.hooks.shift.get(request_id)
-            if shift is not None and not apply_admission_cap:  # it runs, and has no new hits
+        if self.step is not None:
+            requests = self.step.requests
+            reclaimed = requests.num_reclaimed.get(request_id)
+            if reclaimed is not None and not apply_admission_cap:  # it runs, and has no new hits
                 held = len(self.req_to_blocks[request_id])
-                return max(0, (num_tokens - shift + self.block_size - 1) // self.block_size - held)
-            num_tokens = self.hooks.num_slots_needed(request_id, num_tokens)
+                return max(0, cdiv(num_tokens - reclaimed, self.block_size) - held)
+            num_tokens = requests.num_slots_needed(request_id, num_tokens)
             if apply_admission_cap:
-                num_tokens = min(
-                    num_tokens, self.hooks.admission_cap_tokens(request_id, num_tokens)
-                )
+                request = self.step.scheduler.requests[request_id]
+                cap = self.step.budgets.admission_cap_tokens(request, num_tokens)
+                num_tokens = min(num_tokens, cap)
         return super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -60,36 +63,29 @@ class VTokenManager(FullAttentionManager):
         )
 
     def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
-        if self.hooks is not None:
-            shift = self.hooks.shift.get(request_id)
-            if shift is None:
-                num_tokens = self.hooks.num_slots_needed(request_id, num_tokens)
+        if self.step is not None:
+            requests = self.step.requests
+            reclaimed = requests.num_reclaimed.get(request_id)
+            if reclaimed is None:
+                num_tokens = requests.num_slots_needed(request_id, num_tokens)
             else:
-                num_tokens -= shift
+                num_tokens -= reclaimed
                 if num_tokens <= len(self.req_to_blocks[request_id]) * self.block_size:
                     return []
         return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
 
-    def remove_skipped_blocks(
-        self, request_id, processed_computed_tokens, num_prompt_tokens=None
-    ) -> None:
-        # vLLM's "free what attention no longer needs", called by allocate_slots just before it
-        # counts the blocks it needs.
-        if self.hooks is not None and self.hooks.plans:
-            self.hooks.execute(request_id)
-
     def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries):
         # KV computed after an eviction saw truncated attention, and the row no longer holds
         # tokens in order: nothing of such a request may enter the prefix cache.
-        if self.hooks is not None and self.hooks.has_evicted(request.request_id):
+        if self.step is not None and self.step.requests.has_evicted(request.request_id):
             return
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )
 
     def pop_blocks_for_free(self, request_id):
-        if self.hooks is not None:
-            self.hooks.forget(request_id)
+        if self.step is not None:
+            self.step.forget(request_id)
         return super().pop_blocks_for_free(request_id)
 
 
@@ -103,7 +99,7 @@ class VTokenFullAttentionSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
         """KV bytes one request of max_model_len needs: what vLLM checks the pool against."""
-        from vtoken.vllm_plugin.sizing import peak_blocks_per_request
+        from vtoken.vllm_plugin.settings import peak_blocks_per_request
 
         full = super().max_memory_usage_bytes(vllm_config)
         blocks = peak_blocks_per_request(

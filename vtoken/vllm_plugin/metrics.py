@@ -76,7 +76,7 @@ class VTokenStatLogger(StatLoggerBase):
     """Figures of one engine."""
 
     def __init__(self, vllm_config, engine_index: int = 0) -> None:
-        from vtoken.vllm_plugin.sizing import config_of
+        from vtoken.vllm_plugin.settings import config_of
 
         self.engine_index = engine_index
         self.enabled = config_of(vllm_config) is not None

@@ -91,7 +91,7 @@ def finish_config(vllm_config) -> None:
     Raises:
         ConfigError: a setting is wrong, or the engine has a feature that is not supported.
     """
-    from vtoken.vllm_plugin.sizing import config_of
+    from vtoken.vllm_plugin.settings import config_of
     from vtoken.vllm_plugin.support import check_config_supported
     from vtoken.vllm_plugin.vocabulary import with_vocabulary
 

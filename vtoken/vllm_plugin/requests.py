@@ -10,11 +10,10 @@ import functools
 
 from vllm.exceptions import VLLMValidationError
 
-from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
-from vtoken.server.request_options import PREFIX, read_options, request_budget
-from vtoken.units import cdiv
-from vtoken.vllm_plugin.sizing import config_of, peak_tokens
+from vtoken.scheduling.budgets import check_fits
+from vtoken.scheduling.request_options import PREFIX, read_options, request_budget
+from vtoken.vllm_plugin.settings import config_of
 
 
 class RequestRefused(ConfigError, VLLMValidationError):
@@ -45,7 +44,8 @@ def check_request(vllm_config, params, num_prompt_tokens: int) -> None:
         if cache.num_gpu_blocks:
             engines = max(1, vllm_config.parallel_config.data_parallel_size)
             usable = cache.num_gpu_blocks // engines - 1
-            _check_fits(config, budget, params, num_prompt_tokens, cache.block_size, usable)
+            max_tokens = getattr(params, "max_tokens", None) or 1
+            check_fits(config, budget, num_prompt_tokens, max_tokens, cache.block_size, usable)
     except RequestRefused:
         raise
     except ConfigError as error:
@@ -53,28 +53,6 @@ def check_request(vllm_config, params, num_prompt_tokens: int) -> None:
         if option.startswith("--"):  # the command line's name of what the body calls vtoken_...
             option = PREFIX + option.removeprefix("--").replace("-", "_")
         raise RequestRefused(option, error.value, error.allowed) from None
-
-
-def _check_fits(
-    config: VTokenConfig | None,
-    budget,
-    params,
-    num_prompt_tokens: int,
-    block_size: int,
-    usable: int,
-) -> None:
-    max_tokens = getattr(params, "max_tokens", None) or 1
-    total = num_prompt_tokens + max_tokens
-    # Holes of `naive` are given back in whole blocks only: nothing can be promised there.
-    shrinks = config is not None and config.mode == "vtoken"
-    slots = peak_tokens(budget if shrinks else None, total, block_size)
-    needed = cdiv(slots, block_size)
-    if needed > usable:
-        raise RequestRefused(
-            "request", f"{num_prompt_tokens} prompt + {max_tokens} output tokens",
-            f"needs {needed} KV blocks of {block_size} tokens at its peak, the pool has {usable}; "
-            "lower max_tokens or the request's budget",
-        )  # fmt: skip
 
 
 def _prompt_len(prompt) -> int | None:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vtoken.core.events import MASK_GIVEN, MASK_PACKED, StepPlan
+from vtoken.core.messages import MASK_GIVEN, MASK_PACKED, StepPlan, WorkerReport
 from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.manager import VTokenFullAttentionSpec
-from vtoken.vllm_plugin.sizing import config_of
+from vtoken.vllm_plugin.settings import config_of
 from vtoken.vllm_plugin.support import check_layer_impl, check_layer_spec
 
 
@@ -221,14 +221,13 @@ class VTokenRunnerV1Mixin:
         if self.vtoken_attention is not None:
             report = self.vtoken_attention.end_step(self, self.vtoken_plan)
         out = super().sample_tokens(grammar_output)
-        if self.vtoken_relocation_ns and self.input_batch.num_reqs:
-            spent, self.vtoken_relocation_ns = self.vtoken_relocation_ns, 0
-            out = attach(out, "vtoken_relocation_ns", spent)
-        if self.vtoken_checker is not None and self.input_batch.num_reqs:
-            counts = self.vtoken_checker.take_counts()
-            if counts is not None:
-                out = attach(out, "vtoken_check_counts", counts)
-        return out if report is None else attach(out, "vtoken_scores", report)
+        if not self.input_batch.num_reqs:
+            return out
+        counts = None if self.vtoken_checker is None else self.vtoken_checker.take_counts()
+        spent, self.vtoken_relocation_ns = self.vtoken_relocation_ns, 0
+        if report is None and counts is None and not spent:
+            return out
+        return attach(out, "vtoken", WorkerReport(report, spent, counts))
 
     def vtoken_reconfigure(self, config) -> None:
         """Take other settings while idle; in-process engines only."""

@@ -1,7 +1,4 @@
-"""vLLM's two schedulers with vToken's hooks in them.
-
-The mixin only calls `SchedulerHooks`; what is decided lives there and in vtoken.core.
-"""
+"""vLLM's two schedulers with vToken's step in them; what is decided is in vtoken.scheduling."""
 
 from __future__ import annotations
 
@@ -9,61 +6,85 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from vtoken.config import VTokenConfig
+from vtoken.core.ops import TableOps
+from vtoken.kernels.tables import load_ops
+from vtoken.scheduling.build import build_step
+from vtoken.scheduling.step import Step
 from vtoken.server.stats import StatsSource
 from vtoken.vllm_plugin import compat
-from vtoken.vllm_plugin.hooks import SchedulerHooks
 from vtoken.vllm_plugin.manager import VTokenManager
-from vtoken.vllm_plugin.sizing import config_of
+from vtoken.vllm_plugin.settings import config_of
 from vtoken.vllm_plugin.support import check_scheduler_supported
 
 
 class VTokenSchedulerMixin:
-    """Adds planning, transport and bookkeeping around vLLM's scheduling."""
+    """Calls vToken's step around vLLM's scheduling.
+
+    Attributes:
+        vtoken: None where the config has no vToken settings.
+    """
+
+    vtoken: Step | None = None
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         compat.check_scheduler_side()
         config = config_of(self.vllm_config)
-        self.vtoken: SchedulerHooks | None = None
         self._vtoken_stats: StatsSource | None = None
         if config is None:
             return
         managers = self.kv_cache_manager.coordinator.single_type_managers
         check_scheduler_supported(self, managers)
-        manager = managers[0]
-        assert isinstance(manager, VTokenManager), type(manager)
-        self.vtoken = manager.hooks = SchedulerHooks(config, self, manager)
+        assert isinstance(managers[0], VTokenManager), type(managers[0])
+        self.vtoken_reconfigure(config)
         self._vllm_allocate_slots = self.kv_cache_manager.allocate_slots
         # On the instance: allocate_slots does not tell the manager how many tokens are new.
         self.kv_cache_manager.allocate_slots = self._allocate_slots
 
+    def vtoken_reconfigure(self, config: VTokenConfig, ops: TableOps | None = None) -> Step:
+        """Start with these settings, or with other ones while no request is there.
+
+        Args:
+            ops: operations on token tables; None: compiled where that works.
+        """
+        manager = self.kv_cache_manager.coordinator.single_type_managers[0]
+        self.vtoken = manager.step = build_step(
+            config,
+            scheduler=self,
+            manager=manager,
+            pool=self.kv_cache_manager.block_pool,
+            ops=load_ops() if ops is None else ops,
+            is_running=_is_running,
+            model=self.vllm_config.model_config.model,
+        )
+        if config.hash_kv_every:
+            from vtoken.vllm_plugin.checks import SchedulerChecker  # brings torch in
+
+            self.vtoken.checker = SchedulerChecker(self.vtoken)
+        return self.vtoken
+
     def _allocate_slots(self, request, num_new_tokens, num_new_computed_tokens=0, *args, **kwargs):
         # Called for every running request of every step: nothing that is not needed.
-        hooks = self.vtoken
-        if hooks.plans:
-            hooks.note_allocation(num_new_tokens)
+        step = self.vtoken
+        given = request, num_new_tokens, num_new_computed_tokens, *args
         if request.status is RequestStatus.RUNNING:
-            blocks = self._vllm_allocate_slots(
-                request, num_new_tokens, num_new_computed_tokens, *args, **kwargs
-            )
-            if blocks is None and hooks.pressure.retry(request, num_new_tokens):
-                hooks.note_allocation(num_new_tokens)
-                blocks = self._vllm_allocate_slots(
-                    request, num_new_tokens, num_new_computed_tokens, *args, **kwargs
-                )
+            if step.selector.waiting:
+                step.on_allocate(request, num_new_tokens)
+            blocks = self._vllm_allocate_slots(*given, **kwargs)
+            if blocks is None and step.shortage.retry(request, num_new_tokens):
+                blocks = self._vllm_allocate_slots(*given, **kwargs)
             if blocks is not None:
-                hooks.pressure.allocated.add(request.request_id)
+                step.clock.served.add(request.request_id)
             return blocks
         hits = kwargs.get("new_computed_blocks")
         hit_blocks = () if hits is None else hits.blocks[0]
-        if not hooks.admission.admits(request, hit_blocks):
+        if not step.admission.admits(request, hit_blocks):
             return None
-        blocks = self._vllm_allocate_slots(
-            request, num_new_tokens, num_new_computed_tokens, *args, **kwargs
-        )
+        blocks = self._vllm_allocate_slots(*given, **kwargs)
         if blocks is not None:
-            hooks.pressure.allocated.add(request.request_id)
-            hooks.admission.admitted(request, hit_blocks)
+            step.clock.served.add(request.request_id)
+            step.admission.admitted(request, hit_blocks)
         return blocks
 
     def add_request(self, request) -> None:
@@ -80,28 +101,27 @@ class VTokenSchedulerMixin:
 
     def schedule(self, *args, **kwargs):
         if self.vtoken is not None:
-            self.vtoken.begin_step()
+            self.vtoken.begin()
         return super().schedule(*args, **kwargs)
 
     def _update_after_schedule(self, scheduler_output) -> None:
         if self.vtoken is not None:
             # An attribute of a plain dataclass: pickled with it to every worker.
-            scheduler_output.vtoken = self.vtoken.finalize(scheduler_output)
+            scheduler_output.vtoken = self.vtoken.finish(scheduler_output)
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        report = getattr(model_runner_output, "vtoken_scores", None)
+        report = getattr(model_runner_output, "vtoken", None)
         if self.vtoken is not None and report is not None:
-            self.vtoken.take_scores(report)
-        if self._vtoken_stats is not None:
-            spent = getattr(model_runner_output, "vtoken_relocation_ns", 0)
-            self._vtoken_stats.relocation_ns += spent
+            self.vtoken.take_report(report)
+            if self._vtoken_stats is not None:
+                self._vtoken_stats.relocation_ns += report.relocation_ns
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_stats(self, *args, **kwargs):
         stats = super().make_stats(*args, **kwargs)
         if stats is not None and self.vtoken is not None:
-            if self._vtoken_stats is None or self._vtoken_stats.hooks is not self.vtoken:
+            if self._vtoken_stats is None or self._vtoken_stats.step is not self.vtoken:
                 self._vtoken_stats = StatsSource(self.vtoken)
             stats.num_kv_fetch_reqs_by_stage.update(self._vtoken_stats.take())
         return stats
@@ -110,6 +130,10 @@ class VTokenSchedulerMixin:
         if self.vtoken is not None:
             self.vtoken.counters.preemptions += 1
         return super()._preempt_request(request, *args, **kwargs)
+
+
+def _is_running(request) -> bool:
+    return request.status is RequestStatus.RUNNING
 
 
 class VTokenScheduler(VTokenSchedulerMixin, Scheduler):

@@ -88,12 +88,12 @@ class LayoutWatch:
         manager = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         blocks = manager.req_to_blocks[request.request_id]
         hooks, length = engine.hooks, request.num_computed_tokens
-        state = hooks.states.get(request.request_id) if hooks is not None else None
+        state = hooks.requests.by_id.get(request.request_id) if hooks is not None else None
         if state is None:
             written = np.clip(length - N * np.arange(len(blocks)), 0, N)
             self._add_to_histogram(written[written > 0])
             return written, written
-        hooks.sync(state, blocks, length)
+        state.sync(length)
         live = state.table.live_per_block()
         written = np.clip(state.table.num_physical_tokens - N * np.arange(len(live)), 0, N)
         held = np.array([not b.is_null for b in blocks], bool)

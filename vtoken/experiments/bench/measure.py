@@ -77,7 +77,7 @@ def measure(
     """
     watch = LayoutWatch(engine) if watch_layouts else None
     if watch is not None and engine.config is not None and engine.config.mode == "naive":
-        watch.budget = engine.hooks.budget  # where nothing moves, chance has an expectation
+        watch.budget = engine.hooks.budgets.common  # where nothing moves, chance has an expectation
 
     def on_step(num_finished: int, num_tokens: int) -> None:
         if watch is not None:

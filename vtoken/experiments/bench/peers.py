@@ -239,7 +239,7 @@ def _peer_run(context: Context, runner, turn: Comparison, name: str, peer: Peer)
 
 def _metrics(requests, found: Mapping, goodput_ms: Mapping[str, float]) -> dict[str, object]:
     """The fields of `vllm bench serve` for a peer's times."""
-    from vtoken.core.events import Counters
+    from vtoken.core.counters import Counters
     from vtoken.engine import FinishedRequest, RunResult, RunStats
     from vtoken.engine.benchmark_metrics import benchmark_metrics
     from vtoken.engine.run import RequestTimes

@@ -1,0 +1,1 @@
+"""What a run writes down as it goes, and what another run follows: decisions and scores."""

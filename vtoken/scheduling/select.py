@@ -1,0 +1,382 @@
+"""Which ids a request loses: the policies' rules on many tables at once, their own code on a view.
+
+Nothing changes here but what is planned for the step: victims wait in `Selector.waiting` for
+slots to be allocated, or come back to the caller that evicts them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+import numpy as np
+
+from vtoken.config import VTokenConfig
+from vtoken.core.budget import REPORT_AGE_STEPS, Budget
+from vtoken.core.counters import Counters
+from vtoken.core.ops import Draw, ScoredIds, TableOps
+from vtoken.core.reclaim import most_moves
+from vtoken.core.scalar_ops import scores_by_id
+from vtoken.core.table import NO_SLOTS, RequestTable
+from vtoken.policies.base import RequestView, Rule
+from vtoken.recording.run_log import RunLog
+from vtoken.scheduling.clock import StepClock
+from vtoken.scheduling.due import DueRequests
+from vtoken.scheduling.move_limit import MoveLimit
+from vtoken.scheduling.ports import Pool, Scheduler
+from vtoken.scheduling.prefix import CopyOutcome, PrefixBlocks
+from vtoken.scheduling.reports import ReportBook
+from vtoken.scheduling.requests import RunningRequest, RunningRequests
+
+
+@dataclass(slots=True)
+class Victims:
+    """Ids that requests lose: `ids` int64[K] ascending by request, ragged with `counts`, none 0."""
+
+    states: list[RunningRequest] = field(default_factory=list)
+    ids: np.ndarray = field(default_factory=lambda: NO_SLOTS)
+    counts: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.states)
+
+    def parts(self) -> list[tuple[RunningRequest, np.ndarray]]:
+        """(request, its ids) one by one."""
+        ids = np.split(self.ids, np.cumsum(self.counts)[:-1]) if self.states else []
+        return list(zip(self.states, ids, strict=True))
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[RunningRequest, np.ndarray]]) -> Victims:
+        """Put requests with their ids together; those that lose none are left out."""
+        parts = [(state, ids) for state, ids in parts if len(ids)]
+        if not parts:
+            return cls()
+        return cls([s for s, _ in parts], np.concatenate([i for _, i in parts]),
+                   [len(i) for _, i in parts])  # fmt: skip
+
+    def __add__(self, other: Victims) -> Victims:
+        if not (self and other):
+            return self or other
+        ids = np.concatenate([self.ids, other.ids])
+        return Victims(self.states + other.states, ids, self.counts + other.counts)
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request that is to lose tokens.
+
+    Attributes:
+        num_evict: how many, at most.
+        protected_ids: int32 ascending, live ids in shared blocks, or None.
+    """
+
+    state: RunningRequest
+    num_evict: int
+    protected_ids: np.ndarray | None = None
+
+
+class Selector:
+    """Names victims.
+
+    Attributes:
+        waiting: victims of this step, by request, that go when its slots are allocated.
+        deferred: victims that a request would lose in this step but for `max_moves_per_step`.
+    """
+
+    def __init__(
+        self,
+        config: VTokenConfig,
+        requests: RunningRequests,
+        ops: TableOps,
+        reports: ReportBook,
+        prefix: PrefixBlocks,
+        due: DueRequests,
+        clock: StepClock,
+        pool: Pool,
+        scheduler: Scheduler,
+        log: RunLog | None,
+        counters: Counters,
+    ) -> None:
+        self.config, self.requests, self.ops = config, requests, ops
+        self.reports, self.prefix, self.due, self.clock = reports, prefix, due, clock
+        self.pool, self.scheduler, self.log, self.counters = pool, scheduler, log, counters
+        self.waiting: dict[str, np.ndarray] = {}
+        self.deferred: dict[str, np.ndarray] = {}
+        self._low_blocks = int(config.low_watermark_frac * (pool.num_gpu_blocks - 1))
+        replays = log is not None and log.replay is not None
+        self._limit: MoveLimit | None = None
+        if config.max_moves_per_step is not None and config.mode == "vtoken" and not replays:
+            self._limit = MoveLimit(config.max_moves_per_step)
+
+    def begin_step(self) -> None:
+        self.waiting.clear()
+        self.deferred.clear()
+
+    def forget(self, req_id: str) -> None:
+        """A request is gone."""
+        self.waiting.pop(req_id, None)
+        self.deferred.pop(req_id, None)
+
+    def num_waiting(self, req_id: str) -> int:
+        """Tokens that a request loses when its slots are allocated in this step."""
+        victims = self.waiting.get(req_id)
+        return 0 if victims is None else len(victims)
+
+    # ---- what is due -----------------------------------------------------------------------
+
+    def victims_of_due(self, due: list[RunningRequest]) -> Victims:
+        """Victims of requests that are due: those that go at once; the others are in `waiting`.
+
+        A decoding request's go at once, in all modes: whether the step then reaches the request,
+        or its token budget is used up before, makes no difference to what is evicted. What becomes
+        of holes that may stay depends on the room there is when slots are allocated.
+        """
+        due = [s for s in due if s.budget is not None]
+        if not due:
+            return Victims()
+        self.requests.sync(due)
+        asked, named = [], []
+        for state in due:
+            protected_ids = self.prefix.protect(state) if self.prefix.caching else None
+            ids = self._replayed(state, protected_ids)
+            if ids is not None:
+                named.append((state, ids))
+            elif self.prefix.caching and self.prefix.wants_copy(state.blocks):
+                named.append((state, self._with_copies(state, protected_ids)))
+            else:
+                asked += self._ask(state, protected_ids)
+        victims = Victims.of(named) + self.name(asked)
+        if self._limit is not None:
+            victims = self._within_limit(victims, self._limit)
+        return self._at_once(victims)
+
+    def _ask(self, state: RunningRequest, protected_ids: np.ndarray | None) -> list[Asked]:
+        """What a request is to lose where it is above its budget by an interval."""
+        length = state.request.num_computed_tokens
+        num_evict = state.num_above_budget(length)
+        if num_evict < state.budget.interval_tokens or not self.due.by_length:
+            self.due.schedule_next(state, length)
+            return []
+        return [Asked(state, num_evict, protected_ids)]
+
+    def _at_once(self, victims: Victims) -> Victims:
+        """Keep back what goes when slots are allocated."""
+        at_once = self.config.fragmentation_threshold == 0.0
+        if at_once and all(self.num_expected_tokens(s) == 1 for s in victims.states):
+            return victims
+        now = []
+        for state, ids in victims.parts():
+            if at_once and self.num_expected_tokens(state) == 1:
+                now.append((state, ids))
+            else:
+                self.waiting[state.req_id] = ids
+        return Victims.of(now)
+
+    def num_expected_tokens(self, state: RunningRequest) -> int:
+        """New tokens a running request will be given in this step, if there is room."""
+        return min(max(1, state.num_pending_tokens), self.scheduler.max_num_scheduled_tokens)
+
+    def _replayed(
+        self, state: RunningRequest, protected_ids: np.ndarray | None
+    ) -> np.ndarray | None:
+        """What the replayed run evicted at this length; None where nothing is replayed."""
+        req_id, length = state.req_id, state.request.num_computed_tokens
+        due = None if self.log is None else self.log.next_length(req_id, length)
+        if due is None:
+            return None
+        state.next_eviction_len = due
+        if due != length:
+            return NO_SLOTS
+        live = state.table.live_ids()
+        evictable = live if protected_ids is None else np.setdiff1d(live, protected_ids, True)
+        return self.log.victims(req_id, length, evictable)
+
+    def _with_copies(self, state: RunningRequest, protected_ids: np.ndarray | None) -> np.ndarray:
+        """Victims of a request whose survivors are copied out of shared blocks where that pays.
+
+        First with nothing protected; where the shared blocks would take more than they release,
+        they are protected, and only cached blocks of the request's own are copied out of.
+        """
+        num_protected = state.num_protected
+        attempts = (True,) if self.prefix.was_declined(state) else (False, True)
+        length = state.request.num_computed_tokens
+        for keep_shared in attempts:
+            state.num_protected = num_protected if keep_shared else 0
+            num_evict = state.num_above_budget(length)
+            if num_evict < state.budget.interval_tokens:
+                continue
+            victims = self.name([Asked(state, num_evict, protected_ids if keep_shared else None)])
+            if not victims:
+                return NO_SLOTS
+            outcome = self.prefix.plan_copy(state, victims.ids, self.num_expected_tokens(state))
+            self.counters.copies += outcome is CopyOutcome.COPIES
+            self.counters.copies_declined += outcome is CopyOutcome.DECLINED
+            if keep_shared or outcome is not CopyOutcome.DECLINED:
+                return victims.ids
+        self.due.schedule_next(state, length)
+        return NO_SLOTS
+
+    # ---- the limit on moves ----------------------------------------------------------------
+
+    def _within_limit(self, victims: Victims, limit: MoveLimit) -> Victims:
+        """Defer evictions that would move too many tokens in this step."""
+        limit.begin_step()
+        ahead = []
+        parts = sorted(victims.parts(), key=lambda part: len(part[1]), reverse=True)
+        for state, ids in parts:  # what has waited longest goes first
+            pinned = self.prefix.shared(state.blocks)
+            num_moves = most_moves(
+                state.table, ids, self.num_expected_tokens(state), pinned,
+                self.config.fragmentation_threshold,
+            )  # fmt: skip
+            room = self.pool.get_num_free_blocks() - len(self.scheduler.running)
+            has_copies = state.req_id in self.prefix.copies
+            if has_copies or limit.take(num_moves, is_needed=room < self._low_blocks):
+                ahead.append((state, ids))
+            else:
+                self.deferred[state.req_id] = ids
+        return Victims.of(ahead)
+
+    # ---- naming ----------------------------------------------------------------------------
+
+    def report_step(self, state: RunningRequest) -> int:
+        """The step whose scores a decision of this step uses.
+
+        A prompt whose chunk was deferred for lack of room has no scores of that step; its last
+        chunk's are as good, for nothing attended since.
+        """
+        step, last = self.clock.seq - REPORT_AGE_STEPS, state.last_chunk_step
+        return min(step, last) if state.request.is_prefill_chunk and last >= 0 else step
+
+    def name(self, asked: list[Asked]) -> Victims:
+        """Let policies name victims, with the scores they need; tables are in step.
+
+        A request whose scores are not there (not asked for in time: a sharer may just have left)
+        loses nothing, and stays due.
+        """
+        by_budget: dict[int, list[tuple[Asked, int, ScoredIds | None]]] = {}
+        one_by_one = []
+        for ask in asked:
+            state, scored = ask.state, None
+            if state.needs_scores:
+                scored = self.reports.scored_ids(state.req_id, self.report_step(state))
+                if scored is None:
+                    state.next_eviction_len = state.request.num_computed_tokens
+                    continue
+            num_protected = _leading_run(ask.protected_ids)
+            if num_protected is None or not state.budget.policy.names_by_rule:
+                one_by_one.append((state, self._ask_policy(ask, scored)))
+            else:
+                by_budget.setdefault(id(state.budget), []).append((ask, num_protected, scored))
+        victims = Victims.of(one_by_one)
+        for group in by_budget.values():
+            victims += self._by_rule(group)
+        return victims
+
+    def _by_rule(self, group: list[tuple[Asked, int, ScoredIds | None]]) -> Victims:
+        """Name the victims of requests with one budget by their policy's rule."""
+        states = [ask.state for ask, _, _ in group]
+        budget, policy = states[0].budget, states[0].budget.policy
+        lengths = [s.request.num_computed_tokens for s in states]
+        budgets = budget.all_tokens([n - s.num_protected for n, s in zip(lengths, states)])
+        bounds = [
+            policy.candidate_bounds(length, tokens, num_protected)
+            for length, tokens, (_, num_protected, _) in zip(lengths, budgets, group)
+        ]
+        first_ids, end_ids = [first for first, _ in bounds], [end for _, end in bounds]
+        counts = [ask.num_evict for ask, _, _ in group]
+        tables = [s.table for s in states]
+        if policy.rule is Rule.OLDEST:
+            ids, found = self.ops.oldest(tables, first_ids, end_ids, counts)
+        elif policy.rule is Rule.RANDOM_DRAW:
+            seeds = [(self.config.seed, s.prompt_hash, n) for s, n in zip(states, lengths)]
+            ids, found = draw_ids(self.ops, tables, first_ids, end_ids, counts, seeds)
+        else:
+            sign = 1 if policy.rule is Rule.LOWEST_SCORE else -1
+            scored = [part for _, _, part in group]
+            ids, found = self.ops.lowest_scored(tables, scored, first_ids, end_ids, counts, sign)
+        if 0 in found:
+            states, found = list(compress(states, found)), [n for n in found if n]
+        return Victims(states, ids, found)
+
+    def _ask_policy(self, ask: Asked, scored: ScoredIds | None) -> np.ndarray:
+        """int32 ascending, what a policy's own `evict` names."""
+        state = ask.state
+        view = request_view(
+            state.table, state.budget, ask.num_evict, ask.protected_ids,
+            None if scored is None else scores_by_id(state.table, scored),
+            num_prompt_tokens=state.request.num_prompt_tokens, num_protected=state.num_protected,
+            seed=self.config.seed, prompt_hash=state.prompt_hash,
+        )  # fmt: skip
+        if state.budget.policy.needs_token_ids:
+            view.token_ids = np.asarray(state.request.all_token_ids, np.int32)
+        victims = np.asarray(state.budget.policy.evict(view), np.int32)
+        assert len(victims) <= ask.num_evict, (state.budget.policy.name, len(victims), ask)
+        return np.sort(victims)
+
+
+def draw_ids(
+    ops: TableOps,
+    tables: list[RequestTable],
+    first_ids: list[int],
+    end_ids: list[int],
+    counts: list[int],
+    seeds: list[tuple[int, int, int]],
+) -> tuple[np.ndarray, list[int]]:
+    """Draw live ids of half-open ranges, as `Rule.RANDOM_DRAW` does; returns as `TableOps.oldest`.
+
+    Args:
+        seeds: what each request's generator depends on, as in `RequestView.rng`.
+    """
+    below, end = ops.count_below(tables, first_ids), ops.count_below(tables, end_ids)
+    sizes = [e - b for b, e in zip(below, end, strict=True)]
+    counts = [max(0, min(n, size)) for n, size in zip(counts, sizes, strict=True)]
+    ranks = ops.draw([Draw(*d) for d in zip(seeds, sizes, counts, strict=True)])
+    return ops.at_ranks(tables, ranks + np.repeat(below, counts), counts), counts
+
+
+def request_view(
+    table: RequestTable,
+    budget: Budget,
+    num_evict: int,
+    protected_ids: np.ndarray | None,
+    scores: np.ndarray | None,
+    *,
+    num_prompt_tokens: int,
+    num_protected: int,
+    seed: int,
+    prompt_hash: int,
+) -> RequestView:
+    """What a policy sees of a request.
+
+    Args:
+        protected_ids: int32 ascending, live ids in shared blocks, or None.
+        scores: float32[num_computed_tokens] by logical id, NaN where there is none.
+    """
+    length = table.num_computed_tokens
+
+    def live_ids() -> np.ndarray:
+        ids = table.live_ids()
+        return ids if protected_ids is None else np.setdiff1d(ids, protected_ids, True)
+
+    view = RequestView(
+        live_ids=live_ids,
+        num_computed_tokens=length,
+        num_prompt_tokens=num_prompt_tokens,
+        budget_tokens=int(budget.tokens(length - num_protected)),
+        num_evict=num_evict,
+        protected_tokens=_leading_run(protected_ids) or 0,
+        seed=seed,
+        prompt_hash=prompt_hash,
+        scores=None if scores is None else lambda: scores[view.live_ids],
+    )
+    return view
+
+
+def _leading_run(protected_ids: np.ndarray | None) -> int | None:
+    """How many ids from 0 on are protected; None where others further on are too."""
+    if protected_ids is None or not len(protected_ids):
+        return 0
+    is_run = int(protected_ids[-1]) == len(protected_ids) - 1
+    return len(protected_ids) if is_run else None
