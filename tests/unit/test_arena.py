@@ -44,9 +44,9 @@ def test_a_table_that_outgrows_its_region_takes_everything_along():
     a, b = add(tables, "a", 100), add(tables, "b", 30)
     gone = np.array([3, 50, 51])
     a.evict_tokens(gone)
-    a.move(a.index_of[99:100], a.holes[:1])
+    a.apply_moves(a.index_of[99:100], a.holes[:1])
     before = a.ids_by_physical_index().tolist()
-    a.sync(list(range(5000, 5500)), 1500)
+    a.sync_new_tokens(list(range(5000, 5500)), 1500)
     assert a.ids_by_physical_index()[:100].tolist() == before
     assert a.num_live_tokens == 1497 and a.live_ids().tolist() == sorted({*range(1500)} - {*gone})
     assert check_table(b) == []

@@ -6,8 +6,6 @@ what a check of the state alone cannot see.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from policy_references import reference_victims
@@ -17,6 +15,7 @@ pytest.importorskip("vllm")
 from vtoken.config import VTokenConfig
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.errors import ConfigError
+from vtoken.scheduling.select import Victims
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.random_work import finish_all
 
@@ -215,7 +214,7 @@ class TestAdmission:
     def test_modes_that_give_nothing_back_need_room_for_every_token(self):
         for config in ({"mode": "naive"}, {"mode": "indirection"}):
             e = engine({"num_kv_blocks": 12}, **config)
-            with pytest.raises(ConfigError, match="needs 13 blocks"):
+            with pytest.raises(ConfigError, match="needs 13 KV blocks"):
                 e.add("a", list(range(20)), 32)
 
     def test_longer_than_the_model_takes(self):
@@ -251,30 +250,16 @@ def test_scored_policies_need_a_source_of_scores():
         DryEngine(settings(), VTokenConfig(policy="h2o"))
 
 
-def test_who_gets_no_token_or_waits_with_its_last_one_shrinks_alone():
-    """A batch keeps room for a token each, and drops the report that a waiting prompt needs again."""
-    from vtoken.vllm_plugin.eviction import Evictor
-
-    def state(name: str, is_prefill_chunk: bool = False):
-        request = SimpleNamespace(request_id=name, is_prefill_chunk=is_prefill_chunk)
-        return SimpleNamespace(request=request, table=SimpleNamespace(req_id=name))
-
-    done = []
-    together = SimpleNamespace(
-        split=lambda states: (states[:-1], states[-1:]),  # the last one shares blocks, say
-        choose=lambda states, counts: ([s.table.req_id for s in states], counts),
-    )
-    hooks = SimpleNamespace(together=together, planner=None, counters=None, pool=None, manager=None)
-    evictor = Evictor(hooks)
-    evictor.shrink = lambda state, *numbers: done.append((state.request.request_id, *numbers))
-    evictor.execute_batch = lambda *named: done.append(named)
-    evictor.shrink_all(
-        [
-            (state("decodes"), 3, 1), (state("passed over"), 4, 0), (state("waits", True), 5, 1),
-            (state("decodes too"), 6, 1), (state("shares"), 7, 1),
-        ]
-    )  # fmt: skip
-    assert done == [
-        ("passed over", 4, 0), ("waits", 5, 1), ("shares", 7, 1),
-        (["decodes", "decodes too"], [3, 6]),
-    ]  # fmt: skip
+def test_a_prompt_that_waits_keeps_the_report_it_is_evicted_by():
+    """The same report serves it in every step until its next chunk; a decode's has served."""
+    served: dict[str, int] = {}
+    e = engine(policy="h2o", kv_budget_tokens=16)
+    for req_id in ("decodes", "waits"):
+        e.add(req_id, PREFIX, 30)
+    e.step()
+    step = e.hooks
+    step.scheduler.requests["waits"].is_prefill_chunk = True
+    step.reports.hold = lambda req_id, step_seq=-1: served.update({req_id: step_seq})
+    parts = [(step.requests.by_id[r], np.array([8, 9])) for r in ("decodes", "waits")]
+    step.evictor._note(Victims.of(parts))
+    assert served == {"decodes": step.clock.seq - 2, "waits": -1}

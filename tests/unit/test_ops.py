@@ -254,10 +254,10 @@ def test_oldest_names_what_evict_names(seed, name, recent):
         counts = rng.integers(0, 12, 4).tolist()
         budgets = rng.integers(1, 30, 4).tolist()
         lengths = [t.num_computed_tokens for t in sides[0].tables]
-        bounds = [policy.candidate_bounds(n, b) for n, b in zip(lengths, budgets, strict=True)]
+        bounds = policy.candidate_bounds(lengths, budgets, [0] * 4)
         named = []
         for side in sides:
-            ids, found = side.ops.oldest(side.tables, *zip(*bounds, strict=True), counts)
+            ids, found = side.ops.oldest(side.tables, *bounds, counts)
             named.append(np.split(ids, np.cumsum(found)[:-1]))
         for e, table in enumerate(sides[0].tables):
             view = RequestView(
@@ -281,12 +281,12 @@ def test_oldest_names_what_evict_names(seed, name, recent):
 def test_the_oldest_are_found_without_a_pass_over_the_context(name, monkeypatch):
     """A rule that names the oldest costs what it names, not what is live."""
     policy = make_policy(name, block_size=4)
-    first, end = policy.candidate_bounds(100, 90)
+    first, end = policy.candidate_bounds([100], [90], [0])
     for side in both_sides(1, 4):
         side.grow([100])
         monkeypatch.setattr(type(side.tables[0]), "live_ids", None)
-        ids, _ = side.ops.oldest(side.tables, [first], [end], [2])
-        assert ids.tolist() == [first, first + 1]
+        ids, _ = side.ops.oldest(side.tables, first, end, [2])
+        assert ids.tolist() == [first[0], first[0] + 1]
         monkeypatch.undo()
 
 
@@ -373,8 +373,7 @@ def test_scores_and_ranks_name_what_evict_names(seed, name, coarse):
             num_evict=counts[e], prompt_hash=e, protected_tokens=protected[e],
         )  # fmt: skip
         expected.append(np.sort(policy.evict(view)).tolist())
-    bounds = [policy.candidate_bounds(n, 40, p) for n, p in zip(start, protected, strict=True)]
-    first, end = ([b[i] for b in bounds] for i in (0, 1))
+    first, end = policy.candidate_bounds(start, [40] * E, protected)
     seeds = [(seed, e, n) for e, n in enumerate(start)]
     for side in sides:
         if policy.rule is Rule.RANDOM_DRAW:

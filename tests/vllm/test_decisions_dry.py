@@ -11,11 +11,11 @@ import pytest
 from one_engine import live_sets, traces
 
 from vtoken.config import VTokenConfig
+from vtoken.core.messages import plan_of_layouts
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
 from vtoken.policies.registry import BUILT_IN
-from vtoken.core.messages import plan_of_layouts
 from vtoken.recording.run_log import RunLog
 from vtoken.recording.score_files import ScoreTrace
 

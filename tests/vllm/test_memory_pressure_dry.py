@@ -12,12 +12,13 @@ pytest.importorskip("vllm")
 
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import NEVER
+from vtoken.core.scalar_ops import ScalarOps
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.engine.run import run_requests
+from vtoken.scheduling.shortage import Shortage
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.random_work import Workload, drive
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.pressure import PressureControl
 
 MODES = {
     "pressure": {"evict_when": "pressure"},
@@ -307,13 +308,13 @@ def test_copy_declines_where_it_does_not_pay_and_wins_where_it_does():
 def test_the_quick_look_never_misses_a_shortage(seed, monkeypatch):
     """Requests that the calendar does not watch are not looked at while there is surely room."""
     seen = []
-    begin_step = PressureControl.begin_step
+    relieve = Shortage.relieve
 
-    def begin(self):
+    def looked(self):
         seen.append((self._blocks_needed_at_most(), self._blocks_needed()))
-        begin_step(self)
+        relieve(self)
 
-    monkeypatch.setattr(PressureControl, "begin_step", begin)
+    monkeypatch.setattr(Shortage, "relieve", looked)
     pool = DrySettings(
         num_kv_blocks=(60, 24, 40)[seed], block_size=4, max_model_len=256, max_num_seqs=8,
         max_num_batched_tokens=(32, 64, 16)[seed], enable_prefix_caching=True,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from vtoken.policies.base import Policy, budget_tokens
 from vtoken.units import cdiv
@@ -16,7 +19,7 @@ REPORT_AGE_STEPS = 2
 SCORE_DELAY_STEPS = REPORT_AGE_STEPS + 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Budget:
     """How many live tokens a request may keep.
 
@@ -31,8 +34,17 @@ class Budget:
     kv_budget_tokens: int | None
     interval_tokens: int
 
+    @cached_property
+    def _absolute(self) -> int | None:
+        """The budget where it does not depend on the length."""
+        if self.kv_budget_tokens is None:
+            return None
+        return max(self.policy.floor_tokens, self.kv_budget_tokens)
+
     def tokens(self, num_computed_tokens):
         """The budget at a logical length (or an array of lengths), in tokens."""
+        if self._absolute is not None and not isinstance(num_computed_tokens, np.ndarray):
+            return self._absolute
         return budget_tokens(
             num_computed_tokens,
             floor_tokens=self.policy.floor_tokens,
@@ -42,8 +54,8 @@ class Budget:
 
     def all_tokens(self, lengths: list[int]) -> list[int]:
         """The budgets at several logical lengths."""
-        if self.kv_budget_tokens is not None:
-            return [self.tokens(0)] * len(lengths)
+        if self._absolute is not None:
+            return [self._absolute] * len(lengths)
         return [self.tokens(length) for length in lengths]
 
     def next_eviction_len(self, num_evicted: int, num_protected: int, now: int) -> int:
@@ -52,9 +64,8 @@ class Budget:
         Protected tokens count neither in the length nor in live.
         """
         gone, interval = num_evicted + num_protected, self.interval_tokens
-        if self.kv_budget_tokens is not None:
-            budget = max(self.policy.floor_tokens, self.kv_budget_tokens)
-            return max(now, budget + interval + gone)
+        if self._absolute is not None:
+            return max(now, self._absolute + interval + gone)
         if self.eviction_ratio == 0.0:
             return NEVER
         least = self.policy.floor_tokens + interval + num_evicted

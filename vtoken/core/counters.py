@@ -44,17 +44,22 @@ class Counters:
         self.evicted_tokens += num_ids
         self.eviction_events += len(changes)
 
-    def note_placed(self, changes: Sequence[Change], plan: StepPlan) -> None:
-        """What `TableOps.place` said of changes, in any order."""
+    def note_placed(self, changes: Sequence[Change], plan: StepPlan) -> list[int]:
+        """What `TableOps.place` said of changes, in any order.
+
+        Returns:
+            Tokens that move, by change.
+        """
         self.moved_tokens += len(plan.move_source)
         self.reused_slots += int(np.count_nonzero(plan.new_token_index >= 0))
-        num_moves = dict(zip(plan.req_ids, plan.num_moves(), strict=True))
-        for change in changes:
-            moved = num_moves[change.table.req_id]
+        by_request = dict(zip(plan.req_ids, plan.num_moves(), strict=True))
+        num_moves = [by_request[c.table.req_id] for c in changes]
+        for change, moved in zip(changes, num_moves, strict=True):
             if not change.released:
                 self.repacking_moves += moved
             if change.has_evicted and (moved or change.released):
                 self.relocation_events += 1
+        return num_moves
 
     def as_dict(self) -> dict[str, float]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

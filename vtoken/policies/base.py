@@ -7,7 +7,7 @@ logical ids to evict; the backend decides what that does to memory.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil
@@ -204,19 +204,25 @@ class Policy(ABC):
         return ids[low:high][~np.isnan(view.scores[low:high])]
 
     def candidate_bounds(
-        self, num_computed_tokens: int, budget_tokens: int, protected_tokens: int = 0
-    ) -> tuple[int, int]:
-        """Half-open range of ids between sinks, or protected ids, and recent window."""
-        first = max(self.sink_tokens, protected_tokens)
-        return first, max(first, num_computed_tokens - self.recent(budget_tokens))
+        self, lengths: Sequence[int], budgets: Sequence[int], protected: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """(first ids, end ids) of half-open ranges between sinks, or protected ids, and window.
+
+        Args:
+            lengths, budgets, protected: of each request, in tokens.
+        """
+        first_ids = [max(self.sink_tokens, n) for n in protected]
+        recent = {b: self.recent(b) for b in set(budgets)}  # all the same where it is absolute
+        parts = zip(first_ids, lengths, budgets, strict=True)
+        return first_ids, [max(first, length - recent[b]) for first, length, b in parts]
 
     def candidate_range(self, view: RequestView) -> tuple[int, int]:
         """Half-open range of indices into `live_ids` between sinks and recent window."""
-        bounds = self.candidate_bounds(
-            view.num_computed_tokens, view.budget_tokens, view.protected_tokens
+        (first,), (end,) = self.candidate_bounds(
+            [view.num_computed_tokens], [view.budget_tokens], [view.protected_tokens]
         )
         # In the ids' own dtype: a Python int would make searchsorted copy all ids.
-        low, high = view.live_ids.searchsorted(np.array(bounds, np.int32))
+        low, high = view.live_ids.searchsorted(np.array([first, end], np.int32))
         return int(low), int(high)
 
     def scored_candidates(self, view: RequestView) -> tuple[np.ndarray, np.ndarray]:

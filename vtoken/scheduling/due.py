@@ -77,9 +77,11 @@ class DueRequests:
             for state in states:
                 self.schedule_next(state, state.request.num_computed_tokens)
             return
+        watched = self.calendar.watched
         for state in states:
             state.next_eviction_len = self._next_len(state, state.request.num_computed_tokens)
-            self.calendar.watch(state.req_id)
+            if state.table.req_id not in watched:
+                self.calendar.watch(state.table.req_id)
 
     def _next_len(self, state: RunningRequest, length: int) -> int:
         if state.budget is None or not self.by_length:

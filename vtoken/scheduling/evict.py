@@ -127,7 +127,7 @@ class Evictor:
             change, blocks, req_id = state.change, state.blocks, state.table.req_id
             gone += apply_to_block_table(change, blocks, self.pool.null_block)
             self.counters.dropped_blocks += len(change.released)
-            if change.packs and self.rules.fragmentation_threshold == 0.0 and change.is_compiled:
+            if change.is_compiled:
                 reclaimed[req_id] = state.table.num_evicted_tokens  # packed from now on
             else:
                 reclaimed.pop(req_id, None)
@@ -172,12 +172,12 @@ class Evictor:
             [num_scheduled.get(s.table.req_id, 0) for s in states],
             lambda e, position: states[e].block_ids_from(position),
         )
-        self.counters.note_placed(changes, plan)
-        num_moves = dict(zip(plan.req_ids, plan.num_moves(), strict=True))
-        for state in states:
-            state.num_moved += num_moves[state.table.req_id]
+        num_moves = self.counters.note_placed(changes, plan)
+        for state, change, moved in zip(states, changes, num_moves, strict=True):
+            state.num_moved += moved
             state.change = None
-            self.requests.layout_settled(state)
+            if not change.is_compiled:  # else `_take` has said so
+                self.requests.layout_settled(state)
         return plan
 
     def _those_with_holes(self, num_scheduled: dict[str, int]) -> list[RunningRequest]:

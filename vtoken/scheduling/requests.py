@@ -26,6 +26,7 @@ class RunningRequest:
         table: may lag behind vLLM's record until `sync`.
         budget: None: it keeps every token.
         prompt_hash: what random draws depend on.
+        needs_scores: its policy reads scores.
         next_eviction_len: logical length at which the next eviction is due.
         num_protected: live tokens in blocks shared with others, when last looked.
         last_chunk_step: step of the last prompt chunk; -1 before.
@@ -38,6 +39,7 @@ class RunningRequest:
     table: RequestTable
     budget: Budget | None
     prompt_hash: int
+    needs_scores: bool
     next_eviction_len: int = NEVER
     num_protected: int = 0
     last_chunk_step: int = -1
@@ -47,11 +49,6 @@ class RunningRequest:
     @property
     def req_id(self) -> str:
         return self.table.req_id
-
-    @property
-    def needs_scores(self) -> bool:
-        """Whether its policy reads scores."""
-        return self.budget is not None and self.budget.policy.score_kind is not ScoreKind.NONE
 
     @property
     def num_pending_tokens(self) -> int:
@@ -109,6 +106,7 @@ class RunningRequests:
             table=self.tables.add(req_id),
             budget=budget,
             prompt_hash=crc32(prompt.tobytes()),
+            needs_scores=budget is not None and budget.policy.score_kind is not ScoreKind.NONE,
         )
         self.by_id[req_id], self.num_reclaimed[req_id] = state, 0
         return state

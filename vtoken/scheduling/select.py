@@ -103,6 +103,7 @@ class Selector:
         self.pool, self.scheduler, self.log, self.counters = pool, scheduler, log, counters
         self.waiting: dict[str, np.ndarray] = {}
         self.deferred: dict[str, np.ndarray] = {}
+        self._is_plain = log is None and not prefix.caching
         self._low_blocks = int(config.low_watermark_frac * (pool.num_gpu_blocks - 1))
         replays = log is not None and log.replay is not None
         self._limit: MoveLimit | None = None
@@ -136,34 +137,48 @@ class Selector:
         if not due:
             return Victims()
         self.requests.sync(due)
-        asked, named = [], []
-        for state in due:
-            protected_ids = self.prefix.protect(state) if self.prefix.caching else None
-            ids = self._replayed(state, protected_ids)
-            if ids is not None:
-                named.append((state, ids))
-            elif self.prefix.caching and self.prefix.wants_copy(state.blocks):
-                named.append((state, self._with_copies(state, protected_ids)))
-            else:
-                asked += self._ask(state, protected_ids)
-        victims = Victims.of(named) + self.name(asked)
+        asked, named = self._asked(due) if self._is_plain else self._asked_one_by_one(due)
+        victims = self.name(asked)
+        if named:
+            victims = Victims.of(named) + victims
         if self._limit is not None:
             victims = self._within_limit(victims, self._limit)
         return self._at_once(victims)
 
-    def _ask(self, state: RunningRequest, protected_ids: np.ndarray | None) -> list[Asked]:
-        """What a request is to lose where it is above its budget by an interval."""
-        length = state.request.num_computed_tokens
-        num_evict = state.num_above_budget(length)
-        if num_evict < state.budget.interval_tokens or not self.due.by_length:
-            self.due.schedule_next(state, length)
-            return []
-        return [Asked(state, num_evict, protected_ids)]
+    def _asked(self, due: list[RunningRequest]) -> tuple[list[Asked], list]:
+        """Requests that are above their budgets by an interval, and by how much."""
+        asked = []
+        for state in due:
+            length = state.request.num_computed_tokens
+            num_evict = state.num_above_budget(length)
+            if num_evict >= state.budget.interval_tokens and self.due.by_length:
+                asked.append(Asked(state, num_evict))
+            else:
+                self.due.schedule_next(state, length)
+        return asked, []
+
+    def _asked_one_by_one(
+        self, due: list[RunningRequest]
+    ) -> tuple[list[Asked], list[tuple[RunningRequest, np.ndarray]]]:
+        """`_asked` where blocks may be shared or decisions are replayed; and what is named so."""
+        asked, named = [], []
+        for state in due:
+            protected_ids = self.prefix.protect(state)
+            ids = self._replayed(state, protected_ids)
+            if ids is not None:
+                named.append((state, ids))
+            elif self.prefix.wants_copy(state.blocks):
+                named.append((state, self._with_copies(state, protected_ids)))
+            else:
+                for ask in self._asked([state])[0]:
+                    ask.protected_ids = protected_ids
+                    asked.append(ask)
+        return asked, named
 
     def _at_once(self, victims: Victims) -> Victims:
         """Keep back what goes when slots are allocated."""
         at_once = self.config.fragmentation_threshold == 0.0
-        if at_once and all(self.num_expected_tokens(s) == 1 for s in victims.states):
+        if at_once and all(s.num_pending_tokens <= 1 for s in victims.states):
             return victims
         now = []
         for state, ids in victims.parts():
@@ -264,7 +279,7 @@ class Selector:
                 if scored is None:
                     state.next_eviction_len = state.request.num_computed_tokens
                     continue
-            num_protected = _leading_run(ask.protected_ids)
+            num_protected = 0 if ask.protected_ids is None else _leading_run(ask.protected_ids)
             if num_protected is None or not state.budget.policy.names_by_rule:
                 one_by_one.append((state, self._ask_policy(ask, scored)))
             else:
@@ -280,11 +295,8 @@ class Selector:
         budget, policy = states[0].budget, states[0].budget.policy
         lengths = [s.request.num_computed_tokens for s in states]
         budgets = budget.all_tokens([n - s.num_protected for n, s in zip(lengths, states)])
-        bounds = [
-            policy.candidate_bounds(length, tokens, num_protected)
-            for length, tokens, (_, num_protected, _) in zip(lengths, budgets, group)
-        ]
-        first_ids, end_ids = [first for first, _ in bounds], [end for _, end in bounds]
+        protected = [num_protected for _, num_protected, _ in group]
+        first_ids, end_ids = policy.candidate_bounds(lengths, budgets, protected)
         counts = [ask.num_evict for ask, _, _ in group]
         tables = [s.table for s in states]
         if policy.rule is Rule.OLDEST:
@@ -366,7 +378,7 @@ def request_view(
         num_prompt_tokens=num_prompt_tokens,
         budget_tokens=int(budget.tokens(length - num_protected)),
         num_evict=num_evict,
-        protected_tokens=_leading_run(protected_ids) or 0,
+        protected_tokens=0 if protected_ids is None else _leading_run(protected_ids) or 0,
         seed=seed,
         prompt_hash=prompt_hash,
         scores=None if scores is None else lambda: scores[view.live_ids],
@@ -374,9 +386,9 @@ def request_view(
     return view
 
 
-def _leading_run(protected_ids: np.ndarray | None) -> int | None:
+def _leading_run(protected_ids: np.ndarray) -> int | None:
     """How many ids from 0 on are protected; None where others further on are too."""
-    if protected_ids is None or not len(protected_ids):
+    if not len(protected_ids):
         return 0
     is_run = int(protected_ids[-1]) == len(protected_ids) - 1
     return len(protected_ids) if is_run else None

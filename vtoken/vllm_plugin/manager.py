@@ -14,8 +14,6 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vtoken.units import cdiv
-
 if TYPE_CHECKING:
     from vtoken.scheduling.step import Step
 
@@ -45,7 +43,8 @@ class VTokenManager(FullAttentionManager):
             reclaimed = requests.num_reclaimed.get(request_id)
             if reclaimed is not None and not apply_admission_cap:  # it runs, and has no new hits
                 held = len(self.req_to_blocks[request_id])
-                return max(0, cdiv(num_tokens - reclaimed, self.block_size) - held)
+                needed = (num_tokens - reclaimed + self.block_size - 1) // self.block_size
+                return max(0, needed - held)
             num_tokens = requests.num_slots_needed(request_id, num_tokens)
             if apply_admission_cap:
                 request = self.step.scheduler.requests[request_id]
