@@ -52,6 +52,7 @@ class Change:
 
         packs: every hole is filled in this step.
         has_evicted: `evict` had an effect.
+        num_evicted: ids the request has lost so far, after `evict`.
         released: block table positions whose block goes, ascending.
         last: the position that comes last among those that stay, where it was not; else -1.
         order: int32, explicit new order of the positions that stay; None: as `last` says.
@@ -71,6 +72,7 @@ class Change:
 
     packs: bool = False
     has_evicted: bool = False
+    num_evicted: int = 0
     released: Sequence[int] = ()
     last: int = -1
     order: np.ndarray | None = None

@@ -98,6 +98,7 @@ class ScalarOps:
                 _evict(change.table, ids[first : first + count])
                 change.has_evicted = True
             first += count
+            change.num_evicted = change.table.num_evicted_tokens
             if change.table.num_holes:
                 if change.rules.moves:
                     _choose_blocks(change)

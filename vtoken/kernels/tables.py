@@ -330,7 +330,7 @@ class CompiledOps(ScalarOps):
                 break
             self._gone.room(sum(t.num_blocks for t in tables))
         self._check(code, tables)
-        found, dead = self._of_rows.ints(3 * E), self._holes.take(K)
+        found, dead = self._of_rows.ints(4 * E), self._holes.take(K)
         first = first_hole = 0
         for e, (change, count) in enumerate(zip(changes, counts, strict=True)):
             num_blocks, num_keep, last = found[e], found[E + e], found[2 * E + e]
@@ -338,6 +338,7 @@ class CompiledOps(ScalarOps):
             change.released, first = self._gone.view[first:end].tolist(), end
             change.last = last if last != num_blocks - 1 else -1
             change.has_evicted = change.packs = change.is_compiled = True
+            change.num_evicted = found[3 * E + e]
             change.table.holes = dead[first_hole : first_hole + count]
             first_hole += count
 

@@ -67,7 +67,7 @@ class DueRequests:
         """Set when a request is due next, and watch it: by the replayed run, else by its budget."""
         due = None if self.log is None else self.log.next_length(state.req_id, length)
         if due is None:
-            due = self._next_len(state, length)
+            due = self._next_len(state, length, state.table.num_evicted_tokens)
         state.next_eviction_len = due
         self.calendar.watch(state.req_id)
 
@@ -79,16 +79,15 @@ class DueRequests:
             return
         watched = self.calendar.watched
         for state in states:
-            state.next_eviction_len = self._next_len(state, state.request.num_computed_tokens)
+            length, num_evicted = state.request.num_computed_tokens, state.change.num_evicted
+            state.next_eviction_len = self._next_len(state, length, num_evicted)
             if state.table.req_id not in watched:
                 self.calendar.watch(state.table.req_id)
 
-    def _next_len(self, state: RunningRequest, length: int) -> int:
+    def _next_len(self, state: RunningRequest, length: int, num_evicted: int) -> int:
         if state.budget is None or not self.by_length:
             return NEVER
-        return state.budget.next_eviction_len(
-            state.table.num_evicted_tokens, state.num_protected, length
-        )
+        return state.budget.next_eviction_len(num_evicted, state.num_protected, length)
 
     def settle(self, num_scheduled: dict[str, int], asked: set[str]) -> None:
         """At the end of a step: defer each watched request to the step it is needed in.

@@ -128,7 +128,7 @@ class Evictor:
             gone += apply_to_block_table(change, blocks, self.pool.null_block)
             self.counters.dropped_blocks += len(change.released)
             if change.is_compiled:
-                reclaimed[req_id] = state.table.num_evicted_tokens  # packed from now on
+                reclaimed[req_id] = change.num_evicted  # packed from now on
             else:
                 reclaimed.pop(req_id, None)
             if req_id in cached:

@@ -64,16 +64,24 @@ class Victims:
 
 @dataclass(slots=True)
 class Asked:
-    """One request that is to lose tokens.
+    """Requests that are to lose tokens.
 
     Attributes:
-        num_evict: how many, at most.
-        protected_ids: int32 ascending, live ids in shared blocks, or None.
+        num_evict: how many each loses, at most.
+        protected_ids: by request, int32 ascending, live ids in shared blocks, or None; None where
+            no block is shared at all.
     """
 
-    state: RunningRequest
-    num_evict: int
-    protected_ids: np.ndarray | None = None
+    states: list[RunningRequest] = field(default_factory=list)
+    num_evict: list[int] = field(default_factory=list)
+    protected_ids: list[np.ndarray | None] | None = None
+
+    def only(self, stays: list[bool]) -> Asked:
+        protected_ids = self.protected_ids
+        if protected_ids is not None:
+            protected_ids = list(compress(protected_ids, stays))
+        states = list(compress(self.states, stays))
+        return Asked(states, list(compress(self.num_evict, stays)), protected_ids)
 
 
 class Selector:
@@ -137,31 +145,30 @@ class Selector:
         if not due:
             return Victims()
         self.requests.sync(due)
-        asked, named = self._asked(due) if self._is_plain else self._asked_one_by_one(due)
-        victims = self.name(asked)
-        if named:
-            victims = Victims.of(named) + victims
+        if self._is_plain:
+            victims = self.name(self._above_budget(due))
+        else:
+            victims = self._victims_one_by_one(due)
         if self._limit is not None:
             victims = self._within_limit(victims, self._limit)
         return self._at_once(victims)
 
-    def _asked(self, due: list[RunningRequest]) -> tuple[list[Asked], list]:
+    def _above_budget(self, due: list[RunningRequest]) -> Asked:
         """Requests that are above their budgets by an interval, and by how much."""
-        asked = []
+        asked = Asked()
         for state in due:
             length = state.request.num_computed_tokens
             num_evict = state.num_above_budget(length)
             if num_evict >= state.budget.interval_tokens and self.due.by_length:
-                asked.append(Asked(state, num_evict))
+                asked.states.append(state)
+                asked.num_evict.append(num_evict)
             else:
                 self.due.schedule_next(state, length)
-        return asked, []
+        return asked
 
-    def _asked_one_by_one(
-        self, due: list[RunningRequest]
-    ) -> tuple[list[Asked], list[tuple[RunningRequest, np.ndarray]]]:
-        """`_asked` where blocks may be shared or decisions are replayed; and what is named so."""
-        asked, named = [], []
+    def _victims_one_by_one(self, due: list[RunningRequest]) -> Victims:
+        """Victims where blocks may be shared, or decisions are recorded or replayed."""
+        named, asked = [], Asked(protected_ids=[])
         for state in due:
             protected_ids = self.prefix.protect(state)
             ids = self._replayed(state, protected_ids)
@@ -170,10 +177,11 @@ class Selector:
             elif self.prefix.wants_copy(state.blocks):
                 named.append((state, self._with_copies(state, protected_ids)))
             else:
-                for ask in self._asked([state])[0]:
-                    ask.protected_ids = protected_ids
-                    asked.append(ask)
-        return asked, named
+                above = self._above_budget([state])
+                asked.states += above.states
+                asked.num_evict += above.num_evict
+                asked.protected_ids += [protected_ids] * len(above.states)
+        return Victims.of(named) + self.name(asked)
 
     def _at_once(self, victims: Victims) -> Victims:
         """Keep back what goes when slots are allocated."""
@@ -221,7 +229,8 @@ class Selector:
             num_evict = state.num_above_budget(length)
             if num_evict < state.budget.interval_tokens:
                 continue
-            victims = self.name([Asked(state, num_evict, protected_ids if keep_shared else None)])
+            keep_ids = protected_ids if keep_shared else None
+            victims = self.name(Asked([state], [num_evict], [keep_ids]))
             if not victims:
                 return NO_SLOTS
             outcome = self.prefix.plan_copy(state, victims.ids, self.num_expected_tokens(state))
@@ -264,40 +273,61 @@ class Selector:
         step, last = self.clock.seq - REPORT_AGE_STEPS, state.last_chunk_step
         return min(step, last) if state.request.is_prefill_chunk and last >= 0 else step
 
-    def name(self, asked: list[Asked]) -> Victims:
+    def name(self, asked: Asked) -> Victims:
         """Let policies name victims, with the scores they need; tables are in step.
 
         A request whose scores are not there (not asked for in time: a sharer may just have left)
         loses nothing, and stays due.
         """
-        by_budget: dict[int, list[tuple[Asked, int, ScoredIds | None]]] = {}
-        one_by_one = []
-        for ask in asked:
-            state, scored = ask.state, None
-            if state.needs_scores:
-                scored = self.reports.scored_ids(state.req_id, self.report_step(state))
-                if scored is None:
-                    state.next_eviction_len = state.request.num_computed_tokens
-                    continue
-            num_protected = 0 if ask.protected_ids is None else _leading_run(ask.protected_ids)
-            if num_protected is None or not state.budget.policy.names_by_rule:
-                one_by_one.append((state, self._ask_policy(ask, scored)))
+        scored: list[ScoredIds | None] | None = None
+        if any(s.needs_scores for s in asked.states):
+            scored = [self._scores(s) if s.needs_scores else None for s in asked.states]
+            here = [p is not None or not s.needs_scores for s, p in zip(asked.states, scored)]
+            if not all(here):
+                asked, scored = asked.only(here), list(compress(scored, here))
+        if not asked.states:
+            return Victims()
+        budget = asked.states[0].budget
+        if (
+            asked.protected_ids is None
+            and budget.policy.names_by_rule
+            and all(s.budget is budget for s in asked.states)
+        ):
+            return self._by_rule(asked, [0] * len(asked.states), scored)
+        return self._by_rule_or_policy(asked, scored or [None] * len(asked.states))
+
+    def _scores(self, state: RunningRequest) -> ScoredIds | None:
+        scored = self.reports.scored_ids(state.req_id, self.report_step(state))
+        if scored is None:
+            state.next_eviction_len = state.request.num_computed_tokens
+        return scored
+
+    def _by_rule_or_policy(self, asked: Asked, scored: list[ScoredIds | None]) -> Victims:
+        """`name` for requests with several budgets, shared blocks, or policies of their own kind."""
+        victims, by_budget = Victims(), {}
+        protected_ids = asked.protected_ids or [None] * len(asked.states)
+        num_protected = [0 if ids is None else _leading_run(ids) for ids in protected_ids]
+        for e, state in enumerate(asked.states):
+            if num_protected[e] is None or not state.budget.policy.names_by_rule:
+                ids = self._ask_policy(state, asked.num_evict[e], protected_ids[e], scored[e])
+                victims += Victims.of([(state, ids)])
             else:
-                by_budget.setdefault(id(state.budget), []).append((ask, num_protected, scored))
-        victims = Victims.of(one_by_one)
+                by_budget.setdefault(id(state.budget), []).append(e)
         for group in by_budget.values():
-            victims += self._by_rule(group)
+            part = Asked([asked.states[e] for e in group], [asked.num_evict[e] for e in group])
+            protected = [num_protected[e] for e in group]
+            victims += self._by_rule(part, protected, [scored[e] for e in group])
         return victims
 
-    def _by_rule(self, group: list[tuple[Asked, int, ScoredIds | None]]) -> Victims:
+    def _by_rule(
+        self, asked: Asked, protected: list[int], scored: list[ScoredIds | None] | None
+    ) -> Victims:
         """Name the victims of requests with one budget by their policy's rule."""
-        states = [ask.state for ask, _, _ in group]
+        states, counts = asked.states, asked.num_evict
         budget, policy = states[0].budget, states[0].budget.policy
         lengths = [s.request.num_computed_tokens for s in states]
         budgets = budget.all_tokens([n - s.num_protected for n, s in zip(lengths, states)])
-        protected = [num_protected for _, num_protected, _ in group]
         first_ids, end_ids = policy.candidate_bounds(lengths, budgets, protected)
-        counts = [ask.num_evict for ask, _, _ in group]
         tables = [s.table for s in states]
         if policy.rule is Rule.OLDEST:
             ids, found = self.ops.oldest(tables, first_ids, end_ids, counts)
@@ -306,25 +336,30 @@ class Selector:
             ids, found = draw_ids(self.ops, tables, first_ids, end_ids, counts, seeds)
         else:
             sign = 1 if policy.rule is Rule.LOWEST_SCORE else -1
-            scored = [part for _, _, part in group]
             ids, found = self.ops.lowest_scored(tables, scored, first_ids, end_ids, counts, sign)
         if 0 in found:
             states, found = list(compress(states, found)), [n for n in found if n]
         return Victims(states, ids, found)
 
-    def _ask_policy(self, ask: Asked, scored: ScoredIds | None) -> np.ndarray:
+    def _ask_policy(
+        self,
+        state: RunningRequest,
+        num_evict: int,
+        protected_ids: np.ndarray | None,
+        scored: ScoredIds | None,
+    ) -> np.ndarray:
         """int32 ascending, what a policy's own `evict` names."""
-        state = ask.state
+        policy = state.budget.policy
         view = request_view(
-            state.table, state.budget, ask.num_evict, ask.protected_ids,
+            state.table, state.budget, num_evict, protected_ids,
             None if scored is None else scores_by_id(state.table, scored),
             num_prompt_tokens=state.request.num_prompt_tokens, num_protected=state.num_protected,
             seed=self.config.seed, prompt_hash=state.prompt_hash,
         )  # fmt: skip
-        if state.budget.policy.needs_token_ids:
+        if policy.needs_token_ids:
             view.token_ids = np.asarray(state.request.all_token_ids, np.int32)
-        victims = np.asarray(state.budget.policy.evict(view), np.int32)
-        assert len(victims) <= ask.num_evict, (state.budget.policy.name, len(victims), ask)
+        victims = np.asarray(policy.evict(view), np.int32)
+        assert len(victims) <= num_evict, (policy.name, len(victims), num_evict)
         return np.sort(victims)
 
 

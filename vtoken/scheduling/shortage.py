@@ -222,10 +222,9 @@ class Shortage:
         if not losses:
             return
         self.requests.sync([state for state, _, _ in losses])
-        asked = [
-            Asked(state, count, self.prefix.protect(state) if self.prefix.caching else None)
-            for state, count, _ in losses
-        ]
+        asked = Asked([state for state, _, _ in losses], [count for _, count, _ in losses])
+        if self.prefix.caching:
+            asked.protected_ids = [self.prefix.protect(state) for state in asked.states]
         victims = self.selector.name(asked)
         num_new = {state.req_id: n for state, _, n in losses}
         expected = [num_new[s.req_id] for s in victims.states]
