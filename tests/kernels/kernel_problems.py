@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vtoken.kernels import KVLayout, available, load
+from vtoken.kernels import available, load
+from vtoken.kernels.layout import KVLayout
 
 CPP_OK, CPP_WHY = available()
 needs_cpp = pytest.mark.skipif(not CPP_OK, reason=CPP_WHY)
@@ -77,7 +78,7 @@ def make_problem(
     table = torch.randperm(num_blocks, generator=g)[: rows * width].to(torch.int32)
     table = table.view(rows, width)
     live = torch.rand(rows, width * block_size, generator=g) >= holes
-    for r, (n, length) in enumerate(zip(queries, lens)):
+    for r, (n, length) in enumerate(zip(queries, lens, strict=True)):
         if n > 1:
             live[r, length - n : length] = True
         elif length:

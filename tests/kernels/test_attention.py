@@ -10,7 +10,8 @@ import torch
 from kernel_problems import load_cpp, make_problem, reference
 
 from vtoken.errors import UnsupportedError
-from vtoken.kernels import KVLayout, check_supported, pack_mask, unpack_mask
+from vtoken.kernels.base import pack_mask, unpack_mask
+from vtoken.kernels.layout import KVLayout, check_supported
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The kernels compute in float32 from what the cache holds; what is left is rounding the output.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_problems import keys_values, make_problem
 
-from vtoken.kernels import KVLayout
+from vtoken.kernels.layout import KVLayout
 
 LAYOUTS = [(16, 16), (32, 32), (64, 32), (48, 48), (128, 128)]
 

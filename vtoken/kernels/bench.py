@@ -18,7 +18,10 @@ from functools import partial
 
 import torch
 
-from vtoken.kernels import Kernels, KVLayout, Plan, load, pack_mask
+from vtoken.kernels import load
+from vtoken.kernels.base import pack_mask
+from vtoken.kernels.contract import Kernels, Plan
+from vtoken.kernels.layout import KVLayout
 from vtoken.kernels.scores import StepShape, update_scores
 from vtoken.policies.base import ScoreKind
 

@@ -1,7 +1,7 @@
 """Compile the C++ kernels at first use, once per source, compiler, flags and instruction set.
 
-The build lands in `$VTOKEN_CACHE/kernels` or `~/.cache/vtoken/kernels`, written under a temporary
-name and renamed, behind a file lock, with its digest beside it: what does not match is built again.
+The build lands in vToken's cache folder, written under a temporary name and renamed, behind a file
+lock, with its digest beside it: what does not match is built again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
+
+from vtoken.models.store import cache_dir
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -29,8 +33,6 @@ VARIANTS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "tables": (),  # the scheduler's bookkeeping: integers, for any processor
 }  # fmt: skip
-# What vtk_variant() of each answers.
-VARIANT_NUMBERS = {"avx2": 2, "avx512": 512, "tables": 1}
 NEEDED_CPU_FLAGS = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"},
     "avx2": {"avx2", "fma", "f16c"},
@@ -90,25 +92,16 @@ def say_once(reason: str, message: str) -> None:
         logger.warning("%s: %s", message, reason)
 
 
-def cache_dir() -> Path:
-    """Folder of compiled kernels."""
-    root = os.environ.get("VTOKEN_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "vtoken") / "kernels"
-
-
 def source_of(variant: str) -> Path:
-    """The file that is compiled; its folder has all it includes."""
-    if variant == "tables":
-        return SOURCE_DIR / "tables" / "tables.cpp"
-    return SOURCE_DIR / "kernels.cpp"
+    """The file that is compiled."""
+    return SOURCE_DIR / ("tables/tables.cpp" if variant == "tables" else "attention/kernels.cpp")
 
 
 def build_key(compiler: str, variant: str) -> str:
     """Hash of everything that shapes the result: sources, compiler version, flags."""
     digest = hashlib.sha256()
-    for path in sorted(source_of(variant).parent.iterdir()):
-        if path.suffix in (".h", ".cpp"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted([*SOURCE_DIR.glob("*.h"), *source_of(variant).parent.glob("*.[hc]*")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(" ".join((*COMMON_FLAGS, *VARIANTS[variant])).encode())
     digest.update(compiler_version(compiler).encode())
     return digest.hexdigest()[:24]
@@ -141,7 +134,7 @@ def build(variant: str, *, rebuild: bool = False) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler found (set CXX, or install g++)")
-    folder = _writable(cache_dir())
+    folder = _writable(cache_dir() / "kernels")
     target = folder / f"kernels-{variant}-{build_key(compiler, variant)}.so"
     if not rebuild and _intact(target):
         return target
@@ -163,13 +156,45 @@ def load_library(variant: str) -> ctypes.CDLL:
         path = build(variant, rebuild=rebuild)
         try:
             library = ctypes.CDLL(str(path))
-            if library.vtk_variant() == VARIANT_NUMBERS[variant]:
+            if _told(library)["variant"] == [variant]:
                 return library
             error = BuildError(f"{path.name} is another variant")
             _ctypes.dlclose(library._handle)  # or the loader answers with it again, by name
-        except (OSError, AttributeError) as caught:
+        except (OSError, AttributeError, KeyError) as caught:
             error = caught
     raise BuildError(f"the compiled kernels do not load: {error}")
+
+
+def _told(library: ctypes.CDLL) -> dict[str, list[str]]:
+    """What a library tells of itself (csrc/describe.h): names, by what they are names of."""
+    library.vt_describe.restype = ctypes.c_char_p
+    lines = library.vt_describe().decode().splitlines()
+    return {name: items for name, *items in map(str.split, lines)}
+
+
+def fields_of(*structures: type[ctypes.Structure]) -> dict[str, list[str]]:
+    """Fields of structures as a library tells them: name, kind and bytes of each."""
+    kinds = {ctypes.c_void_p: "p", ctypes.c_float: "f"}
+    return {
+        structure.__name__.lstrip("_"): [
+            f"{name}:{kinds.get(kind, 'i')}{ctypes.sizeof(kind)}"
+            for name, kind in structure._fields_
+        ]
+        for structure in structures
+    }
+
+
+def check_shared(library: ctypes.CDLL, expected: Mapping[str, Sequence[str]]) -> None:
+    """Compare names, orders and sizes that Python and a library share.
+
+    Raises:
+        BuildError: the first that differs: one side would read what the other did not write.
+    """
+    told = _told(library)
+    for what, ours in expected.items():
+        for here, there in zip_longest(ours, told.get(what, [])):
+            if here != there:
+                raise BuildError(f"{what}: C++ has {there} where Python has {here}")
 
 
 def _compile(compiler: str, variant: str, target: Path) -> None:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import re
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, sizeof
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
-from vtoken.kernels import build
-from vtoken.kernels.base import Kernels, Plan, PlanInput
-from vtoken.kernels.layout import DTYPES, check_supported
+from vtoken.kernels.base import CPUKernels, CPUPlan
+from vtoken.kernels.build import check_shared, fields_of, load_library
+from vtoken.kernels.layout import DTYPES, GROUP_TOKENS, KVLayout, check_supported
 
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
-class _PlanInput(Structure):
+class PlanArgs(Structure):
     _fields_ = [
         ("block_table", c_void_p), ("seq_lens", c_void_p), ("query_start_loc", c_void_p),
         ("score_queries", c_void_p), ("mask", c_void_p),
         ("table_stride", c_int64), ("mask_stride", c_int64),
         ("num_requests", c_int32), ("table_width", c_int32), ("block_size", c_int32),
+        ("error", c_int32), ("max_block", c_int32), ("num_queries", c_int32), ("live", c_void_p),
     ]  # fmt: skip
 
 
-class _Args(Structure):
+class Args(Structure):
     _fields_ = [
         ("plan", c_void_p), ("query", c_void_p), ("kv", c_void_p), ("out", c_void_p),
         ("step_scores", c_void_p), ("workspace", c_void_p), ("parallel", c_void_p),
@@ -37,13 +38,13 @@ class _Args(Structure):
     ]  # fmt: skip
 
 
-class _MoveArgs(Structure):
+class CacheArgs(Structure):
     _fields_ = [
-        ("layers", c_void_p), ("src", c_void_p), ("dst", c_void_p), ("workspace", c_void_p),
-        ("parallel", c_void_p),
+        ("layers", c_void_p), ("src", c_void_p), ("dst", c_void_p), ("scores", c_void_p),
+        ("workspace", c_void_p), ("parallel", c_void_p),
         ("count", c_int64), ("block_stride", c_int64), ("head_stride", c_int64),
         ("num_layers", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32),
-        ("block_size", c_int32), ("k_group", c_int32), ("cell_bytes", c_int32),
+        ("block_size", c_int32), ("k_group", c_int32), ("dtype", c_int32),
         ("num_threads", c_int32),
     ]  # fmt: skip
 
@@ -58,36 +59,27 @@ PLAN_ERRORS = {
 SMALL_MOVE_BYTES = 1 << 18
 
 
-class CppPlan(Plan):
+class CppPlan(CPUPlan):
     """A plan held by the library, freed with this object."""
 
-    def __init__(self, library: ctypes.CDLL, given: PlanInput) -> None:
+    def __init__(
+        self, library, block_table, seq_lens, query_start_loc, mask, score_queries, block_size
+    ) -> None:
         self._library, self._handle = library, None
-        mask = given.live_mask
-        raw = _PlanInput(
-            given.block_table.data_ptr(), given.seq_lens.data_ptr(),
-            given.query_start_loc.data_ptr(), given.score_queries.data_ptr(),
-            None if mask is None else mask.data_ptr(),
-            given.block_table.stride(0), 0 if mask is None else mask.stride(0),
-            given.num_requests, given.block_table.shape[1], given.block_size,
+        self.num_live_tokens = torch.zeros(seq_lens.numel(), dtype=torch.int32)
+        args = PlanArgs(
+            block_table.data_ptr(), seq_lens.data_ptr(), query_start_loc.data_ptr(),
+            score_queries.data_ptr(), None if mask is None else mask.data_ptr(),
+            block_table.stride(0), 0 if mask is None else mask.stride(0),
+            seq_lens.numel(), block_table.shape[1], block_size,
+            live=self.num_live_tokens.data_ptr(),
         )  # fmt: skip
-        error = c_int32(0)
-        self._handle = library.vtk_plan_create(byref(raw), byref(error))
-        code, request = error.value & 255, error.value >> 8
+        self._handle = library.vtk_plan_create(byref(args))
+        code, request = args.error & 255, args.error >> 8
         assert self._handle, f"request {request}: {PLAN_ERRORS.get(code, code)}"
-        info = (c_int64 * 4)()
-        library.vtk_plan_info(self._handle, info)
-        self.block_size = given.block_size
-        self.max_block, self.num_queries = int(info[0]), int(info[1])
-        self.shared_slots = bool(info[3])
-        self._num_requests = given.num_requests
+        self.block_size = block_size
+        self.max_block, self.num_queries = args.max_block, args.num_queries
         self.workspace_bytes: dict[tuple, int] = {}
-
-    @property
-    def num_live_tokens(self) -> torch.Tensor:
-        counts = torch.zeros(self._num_requests, dtype=torch.int32)
-        self._library.vtk_plan_live(self._handle, counts.data_ptr())
-        return counts
 
     def __del__(self) -> None:
         if self._handle:
@@ -95,7 +87,7 @@ class CppPlan(Plan):
             self._handle = None
 
 
-class CppKernels(Kernels):
+class CppKernels(CPUKernels):
     """Compiled kernels of one variant ("avx2" or "avx512")."""
 
     name = "cpp"
@@ -104,23 +96,27 @@ class CppKernels(Kernels):
         """Compile (at first use) and load.
 
         Raises:
-            build.BuildError: no compiler, or what it built does not work.
+            BuildError: no compiler, or what it built does not work.
         """
-        self.variant = variant
         self.why = f"C++ {variant}"
-        self._library = _declare(build.load_library(variant))
+        self._library = library = load_library(variant)
+        shared = fields_of(PlanArgs, Args, CacheArgs)
+        check_shared(library, {"group": [str(GROUP_TOKENS)], **shared})
+        library.vtk_plan_create.restype = c_void_p
+        library.vtk_plan_free.argtypes = [c_void_p]
+        library.vtk_workspace_bytes.restype = c_int64
         self._parallel = _shared_pool()
         # Workspaces not in use; a call takes one and gives it back, so calls may overlap.
         self._workspaces: list[torch.Tensor] = []
 
-    def _plan(self, given: PlanInput) -> Plan:
-        return CppPlan(self._library, given)
+    def _plan(self, *given) -> CppPlan:
+        return CppPlan(self._library, *given)
 
     def _attention(
         self, plan, query, kv, out, layout, scale, softcap, step_scores, num_threads
     ) -> None:
         threads = num_threads or torch.get_num_threads()
-        args = _Args(
+        args = Args(
             plan._handle, query.data_ptr(), kv.data_ptr(),
             None if out is None else out.data_ptr(),
             None if step_scores is None else step_scores.data_ptr(),
@@ -135,72 +131,46 @@ class CppKernels(Kernels):
             check_supported(layout, kv.dtype)
             needed = self._library.vtk_workspace_bytes(byref(args))
             plan.workspace_bytes[shape] = needed
-        space = self._take(needed)
-        args.workspace, args.workspace_bytes = _aligned(space), needed
-        status = self._library.vtk_attention(byref(args))
-        self._workspaces.append(space)
-        assert status == 0, status
+        args.workspace_bytes = needed
+        self._call(self._library.vtk_attention, args, needed)
 
     def _move(self, kvs, src, dst, layout, num_threads) -> None:
-        kv = kvs[0]
-        check_supported(layout, kv.dtype)
-        row = 2 * layout.head_size * kv.element_size()
-        copied = len(kvs) * kv.shape[1] * src.numel() * row
+        row = 2 * layout.head_size * kvs[0].element_size()
+        copied = len(kvs) * kvs[0].shape[1] * src.numel() * row
         threads = (num_threads or torch.get_num_threads()) if copied > SMALL_MOVE_BYTES else 1
-        bases = (c_void_p * len(kvs))(*[layer.data_ptr() for layer in kvs])
-        space = self._take(threads * src.numel() * row)
-        args = _MoveArgs(
-            ctypes.cast(bases, c_void_p), src.data_ptr(), dst.data_ptr(), _aligned(space),
-            self._parallel, src.numel(), kv.stride(0), kv.stride(1), len(kvs), kv.shape[1],
-            layout.head_size, layout.block_size, layout.k_group, kv.element_size(), threads,
-        )  # fmt: skip
-        status = self._library.vtk_move(byref(args))
-        self._workspaces.append(space)
-        assert status == 0, status
+        args = self._cache_args(kvs, src, layout)
+        args.dst, args.num_threads = dst.data_ptr(), threads
+        self._call(self._library.vtk_move, args, threads * src.numel() * row)
 
     def _key_norms(self, kv, slots, scores, layout) -> None:
-        check_supported(layout, kv.dtype)
-        status = self._library.vtk_key_norms(
-            DTYPE_CODES[kv.dtype], kv.data_ptr(), slots.data_ptr(), slots.numel(),
-            scores.data_ptr(), kv.stride(0), kv.stride(1), kv.shape[1], layout.head_size,
-            layout.block_size, layout.k_group,
-        )  # fmt: skip
-        assert status == 0, status
+        args = self._cache_args([kv], slots, layout)
+        args.scores = scores.data_ptr()
+        self._call(self._library.vtk_key_norms, args, 0)
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
+    def _cache_args(self, kvs, slots: torch.Tensor, layout: KVLayout) -> CacheArgs:
+        kv = kvs[0]
+        check_supported(layout, kv.dtype)
+        bases = (c_void_p * len(kvs))(*[layer.data_ptr() for layer in kvs])
+        args = CacheArgs(
+            ctypes.cast(bases, c_void_p), slots.data_ptr(), None, None, None, self._parallel,
+            slots.numel(), kv.stride(0), kv.stride(1), len(kvs), kv.shape[1], layout.head_size,
+            layout.block_size, layout.k_group, DTYPE_CODES[kv.dtype],
+        )  # fmt: skip
+        args.bases = bases  # kept as long as its address is
+        return args
+
+    def _call(self, function, args: Structure, workspace_bytes: int) -> None:
         try:
             space = self._workspaces.pop()
         except IndexError:
             space = torch.empty(0, dtype=torch.uint8)
-        if space.numel() < num_bytes + 64:
+        if space.numel() < workspace_bytes + 64:
             # A quarter more: lengths grow by a token a step, allocations should not.
-            space = torch.empty(num_bytes * 5 // 4 + 64, dtype=torch.uint8)
-        return space
-
-
-def _aligned(space: torch.Tensor) -> int:
-    return -(-space.data_ptr() // 64) * 64
-
-
-def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.vtk_plan_create.restype = c_void_p
-    library.vtk_plan_create.argtypes = [POINTER(_PlanInput), POINTER(c_int32)]
-    library.vtk_plan_free.argtypes = [c_void_p]
-    library.vtk_plan_free.restype = None
-    library.vtk_plan_info.argtypes = [c_void_p, POINTER(c_int64)]
-    library.vtk_plan_info.restype = None
-    library.vtk_plan_live.argtypes = [c_void_p, c_void_p]
-    library.vtk_plan_live.restype = None
-    library.vtk_workspace_bytes.argtypes = [POINTER(_Args)]
-    library.vtk_workspace_bytes.restype = c_int64
-    library.vtk_attention.argtypes = [POINTER(_Args)]
-    library.vtk_move.argtypes = [POINTER(_MoveArgs)]
-    library.vtk_key_norms.argtypes = [
-        c_int32, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64,
-        c_int32, c_int32, c_int32, c_int32,
-    ]  # fmt: skip
-    assert library.vtk_args_bytes() == sizeof(_Args), "cpp.py and attention.h disagree"
-    return library
+            space = torch.empty(workspace_bytes * 5 // 4 + 64, dtype=torch.uint8)
+        args.workspace = -(-space.data_ptr() // 64) * 64
+        status = function(byref(args))
+        self._workspaces.append(space)
+        assert status == 0, status
 
 
 def _shared_pool() -> int | None:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from vtoken.kernels.base import Kernels, Plan, PlanInput, unpack_mask
+from vtoken.kernels.base import CPUKernels, CPUPlan, unpack_mask
 
 
-class TorchPlan(Plan):
+class TorchPlan(CPUPlan):
     """Live slots of every request that has queries."""
 
-    def __init__(self, given: PlanInput) -> None:
-        n = given.block_size
+    def __init__(self, block_table, seq_lens, query_start_loc, mask, score_queries, n: int) -> None:
         self.block_size = n
         self.requests: list[tuple[int, int, int, torch.Tensor]] = []
-        self.num_live_tokens = torch.zeros(given.num_requests, dtype=torch.int32)
+        self.num_live_tokens = torch.zeros(seq_lens.numel(), dtype=torch.int32)
         self.max_block, self.num_queries = -1, 0
-        mask = None if given.live_mask is None else unpack_mask(given.live_mask)
-        starts, lens = given.query_start_loc.tolist(), given.seq_lens.tolist()
-        for r, (length, count) in enumerate(zip(lens, given.score_queries.tolist())):
+        mask = None if mask is None else unpack_mask(mask)
+        starts, counts = query_start_loc.tolist(), score_queries.tolist()
+        for r, (length, count) in enumerate(zip(seq_lens.tolist(), counts, strict=True)):
             first, queries = starts[r], starts[r + 1] - starts[r]
             assert first >= 0 and queries >= 0, starts
             self.num_queries = max(self.num_queries, starts[r + 1])
@@ -30,7 +29,7 @@ class TorchPlan(Plan):
                 physical = physical[mask[r, :length]]
                 own = int((physical >= length - queries).sum())
                 assert queries == 1 or own == queries, f"request {r}: a token of the chunk is dead"
-            blocks = given.block_table[r, : -(-length // n)].long()[physical // n]
+            blocks = block_table[r, : -(-length // n)].long()[physical // n]
             assert bool((blocks >= 0).all()), f"request {r}: bad block"
             slots = blocks * n + physical % n
             self.num_live_tokens[r] = slots.numel()
@@ -40,7 +39,7 @@ class TorchPlan(Plan):
             self.requests.append((first, queries, count, slots))
 
 
-class TorchKernels(Kernels):
+class TorchKernels(CPUKernels):
     """Gathers live tokens, then dense attention in float32."""
 
     name = "torch"
@@ -51,8 +50,8 @@ class TorchKernels(Kernels):
     def __init__(self, why: str = "torch gathers") -> None:
         self.why = why
 
-    def _plan(self, given: PlanInput) -> Plan:
-        return TorchPlan(given)
+    def _plan(self, *given) -> TorchPlan:
+        return TorchPlan(*given)
 
     def _attention(
         self, plan, query, kv, out, layout, scale, softcap, step_scores, num_threads

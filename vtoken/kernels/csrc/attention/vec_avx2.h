@@ -11,11 +11,11 @@
 #include <cstring>
 
 // Sums must live in registers: loops over rows and vectors are unrolled before anything else.
+#define VT_VARIANT "avx2"
+
 #define VT_UNROLL _Pragma("GCC unroll 16")
 
 namespace vt {
-
-constexpr int kVariant = 2;  // AVX2
 
 struct V16 {
   __m256 a, b;

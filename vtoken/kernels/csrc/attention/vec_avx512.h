@@ -7,11 +7,11 @@
 #include <cstring>
 
 // Sums must live in registers: loops over rows and vectors are unrolled before anything else.
+#define VT_VARIANT "avx512"
+
 #define VT_UNROLL _Pragma("GCC unroll 16")
 
 namespace vt {
-
-constexpr int kVariant = 512;
 
 struct V16 {
   __m512 v;

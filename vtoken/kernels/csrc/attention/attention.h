@@ -24,18 +24,27 @@ constexpr int64_t kSmallWork = 1 << 17;  // pairs * heads * head size below whic
 using Body = void (*)(void*);
 using GompParallel = void (*)(Body, void*, unsigned, unsigned);
 
-// Mirrored by ctypes in cpp.py. Strides are in cells.
-struct Args {
-  const Plan* plan;
-  const void *query, *kv;
-  void* out;           // null: scores only
-  float* step_scores;  // one per slot; null: no scores
-  void* workspace;
-  GompParallel parallel;  // null: one thread
-  int64_t workspace_bytes, query_stride, out_stride, block_stride, head_stride;
-  int32_t dtype, num_heads, num_kv_heads, head_size, k_group, num_threads;
-  float scale, softcap;
-};
+// Run `work` on several threads of a pool, or here. The pool may give fewer than asked for.
+template <class F>
+static inline void in_parallel(GompParallel parallel, int threads, F work) {
+  if (threads > 1 && parallel)
+    parallel([](void* f) { (*(F*)f)(); }, &work, unsigned(threads), 0);
+  else
+    work();
+}
+
+// Strides are in cells.
+#define VT_ARGS(F)                                                                              \
+  F(const Plan*, plan) F(const void*, query) F(const void*, kv)                                 \
+  F(void*, out)              /* null: scores only */                                            \
+  F(float*, step_scores)     /* one per slot; null: no scores */                                \
+  F(void*, workspace)                                                                           \
+  F(GompParallel, parallel)  /* null: one thread */                                             \
+  F(int64_t, workspace_bytes) F(int64_t, query_stride) F(int64_t, out_stride)                   \
+  F(int64_t, block_stride) F(int64_t, head_stride)                                              \
+  F(int32_t, dtype) F(int32_t, num_heads) F(int32_t, num_kv_heads) F(int32_t, head_size)        \
+  F(int32_t, k_group) F(int32_t, num_threads) F(float, scale) F(float, softcap)
+VT_STRUCT(Args, VT_ARGS);
 
 struct Item {
   int32_t request;
