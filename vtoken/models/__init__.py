@@ -4,7 +4,7 @@
 from a fixed seed for tests (`tiny.py`). Both land in `$VTOKEN_CACHE/models/<name>` as an ordinary
 Hugging Face folder, which vLLM and transformers load alike. Nothing here imports torch or vLLM.
 
-    python -m vtoken.models smollm2-135m      # prepare one and print its path
+    vtoken models prepare smollm2-135m      # prepare one and print its path
 """
 
 from __future__ import annotations
