@@ -150,7 +150,7 @@ def test_without_avx2(cache, monkeypatch):
 
 
 def test_avx512_only_where_the_processor_has_it(monkeypatch):
-    full = build.NEEDED_CPU_FLAGS["avx512"]
+    full = set(build.NEEDED_CPU_FLAGS["avx512"])
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build.platform, "system", lambda: "Linux")
     monkeypatch.setattr(build, "cpu_flags", lambda: full)

@@ -6,7 +6,6 @@ CPU. What contradicts itself is refused here, before compiled code writes where 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from functools import lru_cache
 
 import numpy as np
@@ -44,8 +43,14 @@ class CPUPlan:
     num_queries: int  # query rows read
 
 
-class CPUKernels(ABC):
-    """`contract.Kernels` whose calls, once checked, go to the methods with an underscore."""
+class CPUKernels:
+    """`contract.Kernels` whose calls, once checked, go to what a subclass implements.
+
+    _plan(block_table, seq_lens, query_start_loc, packed mask, score_queries, block_size)
+    _attention(plan, query, kv, out, layout, scale, softcap, step_scores, num_threads)
+    _move(kvs, src, dst, layout, num_threads)
+    _key_norms(kv, slots, scores, layout)
+    """
 
     name: str
     why: str
@@ -125,20 +130,3 @@ class CPUKernels(ABC):
         assert 0 <= int(slots.min()) and int(slots.max()) < kv.shape[0] * layout.block_size
         assert scores.is_contiguous() and int(slots.max()) < scores.numel()
         self._key_norms(kv, slots, scores, layout)
-
-    # What they are given is checked; a mask is packed, and arrays but table and mask contiguous.
-    @abstractmethod
-    def _plan(
-        self, block_table, seq_lens, query_start_loc, mask, score_queries, block_size
-    ) -> CPUPlan: ...
-
-    @abstractmethod
-    def _attention(
-        self, plan, query, kv, out, layout, scale, softcap, step_scores, num_threads
-    ) -> None: ...
-
-    @abstractmethod
-    def _move(self, kvs, src, dst, layout, num_threads) -> None: ...
-
-    @abstractmethod
-    def _key_norms(self, kv, slots, scores, layout) -> None: ...

@@ -235,7 +235,7 @@ def step_rows(
     ones = torch.ones(batch, dtype=torch.int32)
     sizes = StepShape(
         num_live_tokens=plan.num_live_tokens, num_queries=ones, num_counted=ones,
-        num_layers=NUM_LAYERS[shape], num_heads=SHAPES[shape][0],
+        num_heads=NUM_LAYERS[shape] * SHAPES[shape][0],
     )  # fmt: skip
     kept, new = torch.zeros_like(step.scores), slots[:batch].clone()
     calls = {"plan": lambda: step.plan(compiled)} | {

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -25,19 +26,16 @@ from vtoken.models.store import cache_dir
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
-VARIANTS = {
-    "avx512": (
-        "-DVT_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
-        "-mavx2", "-mfma", "-mf16c",
-    ),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "tables": (),  # the scheduler's bookkeeping: integers, for any processor
-}  # fmt: skip
+_AVX2 = ("avx2", "fma", "f16c")
 NEEDED_CPU_FLAGS = {
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"},
-    "avx2": {"avx2", "fma", "f16c"},
-}
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", *_AVX2),
+    "avx2": _AVX2,
+    "tables": (),  # the scheduler's bookkeeping: integers, for any processor
+}  # the attention's variants, fastest first
 COMPILE_TIMEOUT_S = 300
+logger = logging.getLogger("vtoken.kernels")
+_said: set[str] = set()
+NO_COMPILER = "no C++ compiler found (set CXX, or install g++)"
 
 
 class BuildError(Exception):
@@ -55,20 +53,17 @@ def cpu_flags() -> set[str]:
 
 
 def usable_variants() -> list[str]:
-    """Names of VARIANTS this processor runs, the fastest first."""
+    """Variants of the attention that this processor runs, the fastest first."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return []
     flags = cpu_flags()
-    return [name for name, needed in NEEDED_CPU_FLAGS.items() if needed <= flags]
+    return [name for name in ("avx512", "avx2") if flags.issuperset(NEEDED_CPU_FLAGS[name])]
 
 
 def find_compiler() -> str | None:
     """Path of a C++ compiler: $CXX, g++, c++ or clang++."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        path = shutil.which(name) if name else None
-        if path:
-            return path
-    return None
+    names = (os.environ.get("CXX"), "g++", "c++", "clang++")
+    return next(filter(None, (shutil.which(name) for name in names if name)), None)
 
 
 def available() -> tuple[bool, str]:
@@ -81,7 +76,7 @@ def available() -> tuple[bool, str]:
         return False, f"needs x86-64 Linux with AVX2, FMA and F16C; this is {platform.machine()}"
     compiler = find_compiler()
     if compiler is None:
-        return False, "no C++ compiler found (set CXX, or install g++)"
+        return False, NO_COMPILER
     return True, f"{variants[0]}, {compiler}"
 
 
@@ -90,6 +85,11 @@ def say_once(reason: str, message: str) -> None:
     if reason not in _said:
         _said.add(reason)
         logger.warning("%s: %s", message, reason)
+
+
+def _flags(variant: str) -> list[str]:
+    flags = [*COMMON_FLAGS, *(f"-m{name}" for name in NEEDED_CPU_FLAGS[variant])]
+    return [*flags, "-DVT_AVX512"] if variant == "avx512" else flags
 
 
 def source_of(variant: str) -> Path:
@@ -102,7 +102,7 @@ def build_key(compiler: str, variant: str) -> str:
     digest = hashlib.sha256()
     for path in sorted([*SOURCE_DIR.glob("*.h"), *source_of(variant).parent.glob("*.[hc]*")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update(" ".join((*COMMON_FLAGS, *VARIANTS[variant])).encode())
+    digest.update(" ".join(_flags(variant)).encode())
     digest.update(compiler_version(compiler).encode())
     return digest.hexdigest()[:24]
 
@@ -133,7 +133,7 @@ def build(variant: str, *, rebuild: bool = False) -> Path:
     """
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError("no C++ compiler found (set CXX, or install g++)")
+        raise BuildError(NO_COMPILER)
     folder = _writable(cache_dir() / "kernels")
     target = folder / f"kernels-{variant}-{build_key(compiler, variant)}.so"
     if not rebuild and _intact(target):
@@ -201,9 +201,7 @@ def _compile(compiler: str, variant: str, target: Path) -> None:
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=".build-", suffix=".so")
     os.close(handle)
     temporary = Path(name)
-    command = [
-        compiler, *COMMON_FLAGS, *VARIANTS[variant], str(source_of(variant)), "-o", name,
-    ]  # fmt: skip
+    command = [compiler, *_flags(variant), str(source_of(variant)), "-o", name]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
@@ -215,7 +213,7 @@ def _compile(compiler: str, variant: str, target: Path) -> None:
         digest = _digest(temporary)
         # The library first: a reader that sees a new library with an old digest rebuilds, no more.
         os.replace(temporary, target)
-        _digest_file(target).write_text(digest)
+        target.with_suffix(".sha256").write_text(digest)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{Path(compiler).name} failed: {error}") from error
     finally:
@@ -225,17 +223,13 @@ def _compile(compiler: str, variant: str, target: Path) -> None:
 def _intact(target: Path) -> bool:
     # A truncated library would not fail to load, it would kill the process (SIGBUS).
     try:
-        return _digest_file(target).read_text() == _digest(target)
+        return target.with_suffix(".sha256").read_text() == _digest(target)
     except OSError:
         return False
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _digest_file(target: Path) -> Path:
-    return target.with_suffix(".sha256")
 
 
 def _writable(folder: Path) -> Path:
@@ -246,15 +240,12 @@ def _writable(folder: Path) -> Path:
             return folder
     except OSError:
         pass
-    global _fallback_dir
-    if _fallback_dir is None:
-        _fallback_dir = tempfile.TemporaryDirectory(prefix="vtoken-kernels-")
-    return Path(_fallback_dir.name)
+    return Path(_private_folder().name)
 
 
-logger = logging.getLogger("vtoken.kernels")
-_said: set[str] = set()
-_fallback_dir: tempfile.TemporaryDirectory | None = None
+@cache
+def _private_folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="vtoken-kernels-")
 
 
 @contextmanager

@@ -109,8 +109,8 @@ class CppKernels(CPUKernels):
         # Workspaces not in use; a call takes one and gives it back, so calls may overlap.
         self._workspaces: list[torch.Tensor] = []
 
-    def _plan(self, *given) -> CppPlan:
-        return CppPlan(self._library, *given)
+    def _plan(self, *arrays_and_block_size) -> CppPlan:
+        return CppPlan(self._library, *arrays_and_block_size)
 
     def _attention(
         self, plan, query, kv, out, layout, scale, softcap, step_scores, num_threads

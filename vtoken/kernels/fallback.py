@@ -50,8 +50,7 @@ class TorchKernels(CPUKernels):
     def __init__(self, why: str = "torch gathers") -> None:
         self.why = why
 
-    def _plan(self, *given) -> TorchPlan:
-        return TorchPlan(*given)
+    _plan = TorchPlan
 
     def _attention(
         self, plan, query, kv, out, layout, scale, softcap, step_scores, num_threads

@@ -226,7 +226,6 @@ class CPUAttention:
             num_live_tokens=counts,
             num_queries=num_queries,
             num_counted=num_queries if counted < 0 else num_queries.clamp(max=counted),
-            num_layers=1,  # num_heads is already summed over layers
             num_heads=self.num_heads,
         )
         update_scores(
