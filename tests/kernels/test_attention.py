@@ -108,7 +108,7 @@ def test_dead_slots_do_not_spread(kernels, dtype, poison):
     """What dead slots hold, inside the length and beyond it, changes no bit of the result."""
     clean = make_problem(**MIXED, dtype=dtype, seed=7, poison=0.0)
     dirty = make_problem(**MIXED, dtype=dtype, seed=7, poison=poison)
-    for a, b in zip(run(kernels, clean), run(kernels, dirty)):
+    for a, b in zip(run(kernels, clean), run(kernels, dirty), strict=True):
         assert torch.isfinite(b).all()
         assert torch.equal(a, b)
 
@@ -227,7 +227,7 @@ def test_threads_change_no_bit(threads, shared):
     want = run(kernels, problem, threads=1)
     for _ in range(5):
         got = run(kernels, problem, threads=threads)
-        assert all(torch.equal(a, b) for a, b in zip(want, got))
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 def test_overlapping_calls():
@@ -237,7 +237,7 @@ def test_overlapping_calls():
     want = run(kernels, problem, threads=1)
     with ThreadPoolExecutor(4) as pool:
         got = list(pool.map(lambda i: run(kernels, problem, threads=1 + i % 2), range(40)))
-    assert all(torch.equal(a, b) for one in got for a, b in zip(want, one))
+    assert all(torch.equal(a, b) for one in got for a, b in zip(want, one, strict=True))
 
 
 def test_bitset_equals_bool_mask(kernels):

@@ -21,7 +21,7 @@ LAYERS, HEADS = 2, 6
 def by_hand(kind, scores, step, groups, queries, counted, window):
     """The rules of ScoreKind, slot by slot."""
     out = scores.astype(np.float64)
-    for slots, n, count in zip(groups, queries, counted):
+    for slots, n, count in zip(groups, queries, counted, strict=True):
         for s in slots:
             a = float(step[s])
             if kind is ScoreKind.ACCUMULATED:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from math import ceil
 from typing import ClassVar, Protocol
 
@@ -24,7 +24,7 @@ __all__ = [
 _SLACK = 1e-9  # keeps the ceiling of 0.3 * 10 from being 4
 
 
-class ScoreKind(str, Enum):
+class ScoreKind(StrEnum):
     """What the one float32 kept per KV slot means; the update rule of the scorer.
 
     `a` is a slot's attention probability in one step, summed over layers, heads and the step's
