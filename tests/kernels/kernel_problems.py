@@ -119,7 +119,6 @@ def keys_values(problem: Problem, slots: np.ndarray) -> tuple[np.ndarray, np.nda
 def reference(problem: Problem, *, score_queries=-1, softcap: float = 0.0):
     """float64 outputs [T, HQ, D] and score sums [S], query by query."""
     rows = len(problem.seq_lens)
-    counts = np.broadcast_to(np.asarray(score_queries), (rows,))
     query = problem.query.double().numpy()
     out, scores = np.zeros_like(query), np.zeros(problem.num_slots)
     starts = problem.query_start_loc.tolist()
@@ -140,6 +139,6 @@ def reference(problem: Problem, *, score_queries=-1, softcap: float = 0.0):
             out[starts[r] + i] = np.einsum("hgm,mhd->hgd", p, values[:seen]).reshape(
                 query.shape[1:]
             )
-            if counts[r] < 0 or i >= n - counts[r]:
+            if score_queries < 0 or i >= n - score_queries:
                 np.add.at(scores, slots[:seen], p.sum((0, 1)))
     return out, scores

@@ -6,32 +6,9 @@ CPU. What contradicts itself is refused here, before compiled code writes where 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import numpy as np
 import torch
 
 from vtoken.kernels.layout import KVLayout, check_supported, probe_layout
-
-
-def pack_mask(live: torch.Tensor) -> torch.Tensor:
-    """Pack bool[R, P] (live by physical index) into int64[R, ceil(P / 64)], bit i = index i."""
-    rows, width = live.shape
-    padded = np.zeros((rows, -(-width // 64) * 64), bool)
-    padded[:, :width] = live.numpy()
-    return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int64))
-
-
-def unpack_mask(bits: torch.Tensor) -> torch.Tensor:
-    """Unpack int64[R, W] into bool[R, 64 * W]; the inverse of `pack_mask`."""
-    raw = np.ascontiguousarray(bits.numpy()).view(np.uint8)
-    return torch.from_numpy(np.unpackbits(raw, axis=1, bitorder="little").astype(bool))
-
-
-@lru_cache(maxsize=64)
-def _filled(rows: int, value: int) -> torch.Tensor:
-    """int32[rows] of one value; it is shared, so it must not be written."""
-    return torch.full((rows,), value, dtype=torch.int32)
 
 
 class CPUPlan:
@@ -46,7 +23,7 @@ class CPUPlan:
 class CPUKernels:
     """`contract.Kernels` whose calls, once checked, go to what a subclass implements.
 
-    _plan(block_table, seq_lens, query_start_loc, packed mask, score_queries, block_size)
+    _plan(block_table, seq_lens, query_start_loc, mask, score_queries, block_size)
     _attention(plan, query, kv, out, layout, scale, softcap, step_scores, num_threads)
     _move(kvs, src, dst, layout, num_threads)
     _key_norms(kv, slots, scores, layout)
@@ -65,23 +42,18 @@ class CPUKernels:
         score_queries=-1,
     ) -> CPUPlan:  # fmt: skip
         rows = seq_lens.numel()
-        if isinstance(score_queries, int):
-            score_queries = _filled(rows, score_queries)
-        if live_mask is not None and live_mask.dtype == torch.bool:
-            live_mask = pack_mask(live_mask)
-        for array in (block_table, seq_lens, query_start_loc, score_queries):
+        for array in (block_table, seq_lens, query_start_loc):
             assert array.dtype == torch.int32 and array.device.type == "cpu", array
         assert block_table.ndim == 2 and block_table.shape[0] >= rows
         assert block_table.stride(1) == 1 or block_table.shape[1] == 1
-        assert query_start_loc.numel() == rows + 1 and score_queries.numel() == rows
+        assert query_start_loc.numel() == rows + 1
         if live_mask is not None:
-            assert live_mask.dtype == torch.int64 and live_mask.shape[0] >= rows
-            assert live_mask.stride(1) == 1 or live_mask.shape[1] == 1
+            assert live_mask.dtype == torch.bool and live_mask.shape[0] >= rows
             longest = int(seq_lens.max()) if rows else 0
-            assert live_mask.shape[1] * 64 >= longest, (live_mask.shape, longest)
+            assert live_mask.shape[1] >= longest, (live_mask.shape, longest)
         return self._plan(
             block_table, seq_lens.contiguous(), query_start_loc.contiguous(), live_mask,
-            score_queries.contiguous(), block_size,
+            score_queries, block_size,
         )  # fmt: skip
 
     def attention(

@@ -19,7 +19,6 @@ from functools import partial
 import torch
 
 from vtoken.kernels import load
-from vtoken.kernels.base import pack_mask
 from vtoken.kernels.contract import Kernels, Plan
 from vtoken.kernels.layout import KVLayout
 from vtoken.kernels.scores import StepShape, update_scores
@@ -95,7 +94,7 @@ class Batch:
         """Lay out the holed cache."""
         return kernels.plan(
             self.table, self.lens, self.starts, block_size=self.layout.block_size,
-            live_mask=pack_mask(self.live), score_queries=score_queries,
+            live_mask=self.live, score_queries=score_queries,
         )  # fmt: skip
 
     def runner(

@@ -80,7 +80,7 @@ class Kernels(Protocol):
         *,
         block_size: int,
         live_mask: torch.Tensor | None = None,
-        score_queries: int | torch.Tensor = -1,
+        score_queries: int = -1,
     ) -> Plan:
         """Lay out one step's attention.
 
@@ -88,10 +88,10 @@ class Kernels(Protocol):
             block_table: int32[R, >= blocks], rows may be strided.
             seq_lens: int32[R], physical length of each request, this step's tokens included.
             query_start_loc: int32[R + 1], request r owns query rows [r], [r + 1]; none is fine.
-            live_mask: None (no holes), bool[R, P] or its `pack_mask` int64[R, W], by physical
-                index. Bits at or beyond a request's length are ignored.
+            live_mask: None (no holes), or bool[R, P] by physical index. What it holds at or beyond
+                a request's length is ignored.
             score_queries: count only the last this many queries of a request in the scores; -1
-                all, 0 none. One number, or int32[R].
+                all, 0 none.
 
         A request with one query attends every live slot; the token may sit anywhere (slot reuse).
         With n > 1 queries the chunk's tokens are the last n physical indices, ascending and all

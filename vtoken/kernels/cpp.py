@@ -1,4 +1,4 @@
-"""The compiled kernels behind ctypes: argument structures, workspaces, threads."""
+"""The compiled kernels behind ctypes: argument structures, plans, threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from vtoken.kernels.base import CPUKernels, CPUPlan
@@ -19,9 +20,9 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 class PlanArgs(Structure):
     _fields_ = [
         ("block_table", c_void_p), ("seq_lens", c_void_p), ("query_start_loc", c_void_p),
-        ("score_queries", c_void_p), ("mask", c_void_p),
-        ("table_stride", c_int64), ("mask_stride", c_int64),
+        ("mask", c_void_p), ("table_stride", c_int64), ("mask_stride", c_int64),
         ("num_requests", c_int32), ("table_width", c_int32), ("block_size", c_int32),
+        ("score_queries", c_int32),
         ("error", c_int32), ("max_block", c_int32), ("num_queries", c_int32), ("live", c_void_p),
     ]  # fmt: skip
 
@@ -29,8 +30,8 @@ class PlanArgs(Structure):
 class Args(Structure):
     _fields_ = [
         ("plan", c_void_p), ("query", c_void_p), ("kv", c_void_p), ("out", c_void_p),
-        ("step_scores", c_void_p), ("workspace", c_void_p), ("parallel", c_void_p),
-        ("workspace_bytes", c_int64), ("query_stride", c_int64), ("out_stride", c_int64),
+        ("step_scores", c_void_p), ("parallel", c_void_p),
+        ("query_stride", c_int64), ("out_stride", c_int64),
         ("block_stride", c_int64), ("head_stride", c_int64),
         ("dtype", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32),
         ("head_size", c_int32), ("k_group", c_int32), ("num_threads", c_int32),
@@ -41,7 +42,7 @@ class Args(Structure):
 class CacheArgs(Structure):
     _fields_ = [
         ("layers", c_void_p), ("src", c_void_p), ("dst", c_void_p), ("scores", c_void_p),
-        ("workspace", c_void_p), ("parallel", c_void_p),
+        ("parallel", c_void_p),
         ("count", c_int64), ("block_stride", c_int64), ("head_stride", c_int64),
         ("num_layers", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32),
         ("block_size", c_int32), ("k_group", c_int32), ("dtype", c_int32),
@@ -59,6 +60,14 @@ PLAN_ERRORS = {
 SMALL_MOVE_BYTES = 1 << 18
 
 
+def pack_mask(live: torch.Tensor) -> torch.Tensor:
+    """Pack bool[R, P] (live by physical index) into int64[R, ceil(P / 64)], bit i = index i."""
+    rows, width = live.shape
+    padded = np.zeros((rows, -(-width // 64) * 64), bool)
+    padded[:, :width] = live.numpy()
+    return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int64))
+
+
 class CppPlan(CPUPlan):
     """A plan held by the library, freed with this object."""
 
@@ -67,11 +76,12 @@ class CppPlan(CPUPlan):
     ) -> None:
         self._library, self._handle = library, None
         self.num_live_tokens = torch.zeros(seq_lens.numel(), dtype=torch.int32)
+        bits = None if mask is None else pack_mask(mask)
         args = PlanArgs(
             block_table.data_ptr(), seq_lens.data_ptr(), query_start_loc.data_ptr(),
-            score_queries.data_ptr(), None if mask is None else mask.data_ptr(),
-            block_table.stride(0), 0 if mask is None else mask.stride(0),
-            seq_lens.numel(), block_table.shape[1], block_size,
+            None if bits is None else bits.data_ptr(), block_table.stride(0),
+            0 if bits is None else bits.stride(0), seq_lens.numel(), block_table.shape[1],
+            block_size, score_queries,
             live=self.num_live_tokens.data_ptr(),
         )  # fmt: skip
         self._handle = library.vtk_plan_create(byref(args))
@@ -79,7 +89,6 @@ class CppPlan(CPUPlan):
         assert self._handle, f"request {request}: {PLAN_ERRORS.get(code, code)}"
         self.block_size = block_size
         self.max_block, self.num_queries = args.max_block, args.num_queries
-        self.workspace_bytes: dict[tuple, int] = {}
 
     def __del__(self) -> None:
         if self._handle:
@@ -104,10 +113,7 @@ class CppKernels(CPUKernels):
         check_shared(library, {"group": [str(GROUP_TOKENS)], **shared})
         library.vtk_plan_create.restype = c_void_p
         library.vtk_plan_free.argtypes = [c_void_p]
-        library.vtk_workspace_bytes.restype = c_int64
         self._parallel = _shared_pool()
-        # Workspaces not in use; a call takes one and gives it back, so calls may overlap.
-        self._workspaces: list[torch.Tensor] = []
 
     def _plan(self, *arrays_and_block_size) -> CppPlan:
         return CppPlan(self._library, *arrays_and_block_size)
@@ -115,62 +121,47 @@ class CppKernels(CPUKernels):
     def _attention(
         self, plan, query, kv, out, layout, scale, softcap, step_scores, num_threads
     ) -> None:
+        check_supported(layout, kv.dtype)
         threads = num_threads or torch.get_num_threads()
         args = Args(
             plan._handle, query.data_ptr(), kv.data_ptr(),
             None if out is None else out.data_ptr(),
             None if step_scores is None else step_scores.data_ptr(),
-            None, self._parallel if threads > 1 else None,
-            0, query.stride(0), 0 if out is None else out.stride(0), kv.stride(0), kv.stride(1),
-            DTYPE_CODES.get(kv.dtype, -1), query.shape[1], kv.shape[1], layout.head_size,
+            self._parallel if threads > 1 else None,
+            query.stride(0), 0 if out is None else out.stride(0), kv.stride(0), kv.stride(1),
+            DTYPE_CODES[kv.dtype], query.shape[1], kv.shape[1], layout.head_size,
             layout.k_group, threads, scale, softcap,
         )  # fmt: skip
-        shape = (query.shape[1], kv.shape[1], layout, kv.dtype, step_scores is None, threads)
-        needed = plan.workspace_bytes.get(shape)
-        if needed is None:
-            check_supported(layout, kv.dtype)
-            needed = self._library.vtk_workspace_bytes(byref(args))
-            plan.workspace_bytes[shape] = needed
-        args.workspace_bytes = needed
-        self._call(self._library.vtk_attention, args, needed)
+        _run(self._library.vtk_attention, args)
 
     def _move(self, kvs, src, dst, layout, num_threads) -> None:
-        row = 2 * layout.head_size * kvs[0].element_size()
-        copied = len(kvs) * kvs[0].shape[1] * src.numel() * row
+        copied = len(kvs) * kvs[0].shape[1] * src.numel() * 2 * layout.head_size * kvs[0].itemsize
         threads = (num_threads or torch.get_num_threads()) if copied > SMALL_MOVE_BYTES else 1
         args = self._cache_args(kvs, src, layout)
         args.dst, args.num_threads = dst.data_ptr(), threads
-        self._call(self._library.vtk_move, args, threads * src.numel() * row)
+        _run(self._library.vtk_move, args)
 
     def _key_norms(self, kv, slots, scores, layout) -> None:
         args = self._cache_args([kv], slots, layout)
         args.scores = scores.data_ptr()
-        self._call(self._library.vtk_key_norms, args, 0)
+        _run(self._library.vtk_key_norms, args)
 
     def _cache_args(self, kvs, slots: torch.Tensor, layout: KVLayout) -> CacheArgs:
         kv = kvs[0]
         check_supported(layout, kv.dtype)
         bases = (c_void_p * len(kvs))(*[layer.data_ptr() for layer in kvs])
         args = CacheArgs(
-            ctypes.cast(bases, c_void_p), slots.data_ptr(), None, None, None, self._parallel,
+            ctypes.cast(bases, c_void_p), slots.data_ptr(), None, None, self._parallel,
             slots.numel(), kv.stride(0), kv.stride(1), len(kvs), kv.shape[1], layout.head_size,
             layout.block_size, layout.k_group, DTYPE_CODES[kv.dtype],
         )  # fmt: skip
         args.bases = bases  # kept as long as its address is
         return args
 
-    def _call(self, function, args: Structure, workspace_bytes: int) -> None:
-        try:
-            space = self._workspaces.pop()
-        except IndexError:
-            space = torch.empty(0, dtype=torch.uint8)
-        if space.numel() < workspace_bytes + 64:
-            # A quarter more: lengths grow by a token a step, allocations should not.
-            space = torch.empty(workspace_bytes * 5 // 4 + 64, dtype=torch.uint8)
-        args.workspace = -(-space.data_ptr() // 64) * 64
-        status = function(byref(args))
-        self._workspaces.append(space)
-        assert status == 0, status
+
+def _run(function, args: Structure) -> None:
+    status = function(byref(args))
+    assert status == 0, status
 
 
 def _shared_pool() -> int | None:

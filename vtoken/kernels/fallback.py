@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vtoken.kernels.base import CPUKernels, CPUPlan, unpack_mask
+from vtoken.kernels.base import CPUKernels, CPUPlan
 
 
 class TorchPlan(CPUPlan):
@@ -15,9 +15,8 @@ class TorchPlan(CPUPlan):
         self.requests: list[tuple[int, int, int, torch.Tensor]] = []
         self.num_live_tokens = torch.zeros(seq_lens.numel(), dtype=torch.int32)
         self.max_block, self.num_queries = -1, 0
-        mask = None if mask is None else unpack_mask(mask)
-        starts, counts = query_start_loc.tolist(), score_queries.tolist()
-        for r, (length, count) in enumerate(zip(seq_lens.tolist(), counts, strict=True)):
+        starts = query_start_loc.tolist()
+        for r, length in enumerate(seq_lens.tolist()):
             first, queries = starts[r], starts[r + 1] - starts[r]
             assert first >= 0 and queries >= 0, starts
             self.num_queries = max(self.num_queries, starts[r + 1])
@@ -35,7 +34,7 @@ class TorchPlan(CPUPlan):
             self.num_live_tokens[r] = slots.numel()
             if slots.numel():
                 self.max_block = max(self.max_block, int(blocks.max()))
-            count = queries if count < 0 else min(count, queries)
+            count = queries if score_queries < 0 else min(score_queries, queries)
             self.requests.append((first, queries, count, slots))
 
 

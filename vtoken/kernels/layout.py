@@ -6,6 +6,7 @@ Legend: B blocks, H KV heads, N block size, D head size, M tokens, all sizes in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -97,6 +98,7 @@ def probe_layout(write: WriteFn, kv_like: torch.Tensor) -> KVLayout:
     )
 
 
+@cache
 def check_supported(layout: KVLayout, dtype: torch.dtype) -> None:
     """Refuse what the C++ kernels cannot run, saying what would work.
 

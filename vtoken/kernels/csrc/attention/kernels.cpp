@@ -11,7 +11,7 @@ using namespace vt;
 
 namespace {
 
-enum Status { kOk = 0, kBadDtype = -1, kWorkspaceTooSmall = -2 };
+enum Status { kOk = 0, kBadDtype = -1 };
 
 // f(cell type), by the code that cpp.py gives a dtype: its place in layout.DTYPES.
 template <class F>
@@ -64,16 +64,16 @@ Plan* vtk_plan_create(PlanArgs* a) {
 
 void vtk_plan_free(Plan* p) { delete p; }
 
-int64_t vtk_workspace_bytes(const Args* a) {
-  return int64_t(Space(*a->plan, shape_of(*a), threads_for(*a), nullptr).total);
-}
-
 int vtk_attention(const Args* a) {
   return with_cells(a->dtype, [&](auto cell) {
     const Shape s = shape_of(*a);
     const int threads = threads_for(*a);
-    Space space(*a->plan, s, threads, (char*)a->workspace);
-    if (int64_t(space.total) > a->workspace_bytes) return kWorkspaceTooSmall;
+    Workspace& memory = Workspace::of_thread();
+    Space space(*a->plan, s, threads, memory);
+    if (space.total > memory.size) {
+      memory.hold(space.total);
+      space = Space(*a->plan, s, threads, memory);
+    }
     Batch<decltype(cell)>(*a, s, space).run(threads);
     return kOk;
   });

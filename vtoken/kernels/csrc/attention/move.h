@@ -12,7 +12,6 @@ namespace vt {
   F(const int64_t*, src)                                                                         \
   F(const int64_t*, dst)     /* not for key norms */                                             \
   F(float*, scores)          /* of each slot, for key norms */                                   \
-  F(void*, workspace)        /* for moves: num_threads * count * 2D cells */                     \
   F(GompParallel, parallel)  /* null: one thread */                                              \
   F(int64_t, count) F(int64_t, block_stride) F(int64_t, head_stride)                             \
   F(int32_t, num_layers) F(int32_t, num_kv_heads) F(int32_t, head_size) F(int32_t, block_size)   \
@@ -33,7 +32,10 @@ template <class T>
 struct Mover {
   const CacheArgs& a;
   std::atomic<int64_t> next_item{0};
+  T* const buffers = (T*)Workspace::of_thread().hold(a.num_threads * buffer_cells() * sizeof(T));
   std::atomic<int32_t> next_thread{0};
+
+  size_t buffer_cells() const { return size_t(a.count) * 2 * a.head_size; }
 
   // Copy slots' cells to the buffer, or from it. Keys are one cell a cache line, so latency is all
   // there is: the next token's are prefetched.
@@ -53,7 +55,7 @@ struct Mover {
   }
 
   void work() {
-    T* buffer = (T*)a.workspace + int64_t(next_thread.fetch_add(1)) * a.count * 2 * a.head_size;
+    T* buffer = buffers + next_thread.fetch_add(1) * buffer_cells();
     const int64_t items = int64_t(a.num_layers) * a.num_kv_heads;
     for (int64_t i; (i = next_item.fetch_add(1, std::memory_order_relaxed)) < items;) {
       T* kv = (T*)a.layers[i / a.num_kv_heads] + i % a.num_kv_heads * a.head_stride;

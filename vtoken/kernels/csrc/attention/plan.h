@@ -64,10 +64,11 @@ struct Plan {
 // What a plan is made from; `live` (one number for each request) and what follows are results.
 #define VT_PLAN_ARGS(F)                                                                       \
   F(const int32_t*, block_table) F(const int32_t*, seq_lens)                                  \
-  F(const int32_t*, query_start_loc) F(const int32_t*, score_queries)                         \
+  F(const int32_t*, query_start_loc)                                                          \
   F(const uint64_t*, mask)  /* bit i of a row = physical index i; null: all live */           \
   F(int64_t, table_stride) F(int64_t, mask_stride)                                            \
   F(int32_t, num_requests) F(int32_t, table_width) F(int32_t, block_size)                     \
+  F(int32_t, score_queries) /* that count, the last ones of a request; negative: all */       \
   F(int32_t, error) F(int32_t, max_block) F(int32_t, num_queries) F(int32_t*, live)
 VT_STRUCT(PlanArgs, VT_PLAN_ARGS);
 
@@ -96,7 +97,7 @@ static int plan_request(Plan& p, const PlanArgs& in, int index) {
   }
   if (len < r.n) return kTooFewKeys;
   if ((len + N - 1) / N > in.table_width) return kBadBlock;
-  const int want = in.score_queries[index];
+  const int want = in.score_queries;
   r.counted = want < 0 || want > r.n ? r.n : want;
 
   const int32_t* table = in.block_table + index * in.table_stride;
