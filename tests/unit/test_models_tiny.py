@@ -32,7 +32,7 @@ def plain_llama(tmp_path_factory, model_path):
     folder = tmp_path_factory.mktemp("plain")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "sharp_weights", plain_weights)
-        tiny.build("tiny-llama", folder, model_path("smollm2-135m"), lambda line: None)
+        tiny.build("tiny-llama", model_path("smollm2-135m"), folder, lambda line: None)
     return load(folder)
 
 

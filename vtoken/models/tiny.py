@@ -57,7 +57,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(
-    name: str, folder: Path, tokenizer_from: Path, say: Callable[[str], None]
+    name: str, tokenizer_from: Path, folder: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write one tiny model into `folder`; return where it came from.
 
