@@ -2,7 +2,7 @@
 # make demo     prepare the embedded model and run a capacity scan on it
 # make test     all tests except the slow ones;  make stress: the slow ones
 # make bench    what the kernels and the bookkeeping cost
-# make lint     style
+# make lint     style;  make types: a strict type check of what decides (core, scheduling, policies)
 #
 # PYTHON=python3.12      another interpreter, 3.11 or newer
 # TORCH_INDEX=<address>  PyTorch's wheel index for CPU builds, where pip does not find torch 2.13.0+cpu
@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE =
 TEST_WORKERS ?= 2
 TEST_ENV = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
-.PHONY: venv demo test stress bench lint clean
+.PHONY: venv demo test stress bench lint types clean
 
 venv: $(STAMP)
 
@@ -67,6 +67,9 @@ bench: venv
 lint: venv
 	$(BIN)/ruff check vtoken vtoken_cli tests
 	$(BIN)/ruff format --check vtoken vtoken_cli tests
+
+types: venv
+	$(BIN)/mypy $(wildcard vtoken/core vtoken/scheduling vtoken/policies)
 
 clean:
 	rm -rf $(VENV) build *.egg-info vtoken-demo

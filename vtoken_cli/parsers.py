@@ -40,7 +40,7 @@ def number(value: Any, option: str) -> float:
 
 def count(value: Any, option: str) -> int:
     """Read a whole number from 0, with vLLM's suffixes (4k is 4,000, 4K is 4,096)."""
-    if isinstance(value, (bool, dict, list)) or isinstance(value, float) and value % 1:
+    if isinstance(value, (bool, dict, list)) or (isinstance(value, float) and value % 1):
         raise ConfigError(option, value, "a whole number, as in 4096, 4k (4,000) or 4K (4,096)")
     return parse_count(value if isinstance(value, int) else str(value), option)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vtoken.kernels import KVLayout, available, load
+from vtoken.kernels import available, load
+from vtoken.kernels.layout import KVLayout
 
 CPP_OK, CPP_WHY = available()
 needs_cpp = pytest.mark.skipif(not CPP_OK, reason=CPP_WHY)
@@ -77,7 +78,7 @@ def make_problem(
     table = torch.randperm(num_blocks, generator=g)[: rows * width].to(torch.int32)
     table = table.view(rows, width)
     live = torch.rand(rows, width * block_size, generator=g) >= holes
-    for r, (n, length) in enumerate(zip(queries, lens)):
+    for r, (n, length) in enumerate(zip(queries, lens, strict=True)):
         if n > 1:
             live[r, length - n : length] = True
         elif length:
@@ -118,7 +119,6 @@ def keys_values(problem: Problem, slots: np.ndarray) -> tuple[np.ndarray, np.nda
 def reference(problem: Problem, *, score_queries=-1, softcap: float = 0.0):
     """float64 outputs [T, HQ, D] and score sums [S], query by query."""
     rows = len(problem.seq_lens)
-    counts = np.broadcast_to(np.asarray(score_queries), (rows,))
     query = problem.query.double().numpy()
     out, scores = np.zeros_like(query), np.zeros(problem.num_slots)
     starts = problem.query_start_loc.tolist()
@@ -139,6 +139,6 @@ def reference(problem: Problem, *, score_queries=-1, softcap: float = 0.0):
             out[starts[r] + i] = np.einsum("hgm,mhd->hgd", p, values[:seen]).reshape(
                 query.shape[1:]
             )
-            if counts[r] < 0 or i >= n - counts[r]:
+            if score_queries < 0 or i >= n - score_queries:
                 np.add.at(scores, slots[:seen], p.sum((0, 1)))
     return out, scores

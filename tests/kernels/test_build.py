@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,21 +15,25 @@ from kernel_problems import needs_cpp
 
 import vtoken.kernels as package
 from vtoken.errors import ConfigError, UnsupportedError
-from vtoken.kernels import build, tables
+from vtoken.kernels import build, cpp, selfcheck, tables
 
 REPO = Path(build.__file__).parents[2]
+
+
+def source() -> Path:
+    return build.source_of("avx2")
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache of its own, a tiny source, and no kernels remembered by this process."""
     monkeypatch.setenv("VTOKEN_CACHE", str(tmp_path / "cache"))
-    source = tmp_path / "csrc"
-    source.mkdir()
-    (source / "kernels.cpp").write_text(
-        'extern "C" __attribute__((visibility("default"))) int vtk_variant() { return 2; }'
+    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "csrc")
+    source().parent.mkdir(parents=True)
+    source().write_text(
+        'extern "C" __attribute__((visibility("default")))'
+        ' const char* vt_describe() { return "variant avx2\\ngroup 16"; }'
     )
-    monkeypatch.setattr(build, "SOURCE_DIR", source)
     monkeypatch.setattr(package, "_loaded", {})
     monkeypatch.setattr(build, "_said", set())
     return tmp_path / "cache" / "kernels"
@@ -49,7 +55,7 @@ def test_a_corrupt_build_is_built_again(cache, damage):
     path = build.build("avx2")
     good = path.read_bytes()
     path.write_bytes(good[: len(good) // 2] if damage is None else damage)
-    assert build.load_library("avx2").vtk_variant() == 2
+    assert build._told(build.load_library("avx2"))["variant"] == ["avx2"]
     assert build._intact(path)
 
 
@@ -63,15 +69,14 @@ def test_a_build_without_its_digest_is_built_again(cache):
 @needs_cpp
 def test_a_foreign_library_under_the_right_name_is_built_again(cache):
     path = build.build("avx2")
-    source = build.SOURCE_DIR / "kernels.cpp"
-    good = source.read_text()
-    source.write_text(good.replace("return 2", "return 3"))
+    good = source().read_text()
+    source().write_text(good.replace("variant avx2", "variant other"))
     other = build.build("avx2")
     path.unlink()  # the loader may have mapped it: a new file, not new contents
     path.write_bytes(other.read_bytes())
     path.with_suffix(".sha256").write_text(other.with_suffix(".sha256").read_text())
-    source.write_text(good)
-    assert build.load_library("avx2").vtk_variant() == 2
+    source().write_text(good)
+    assert build._told(build.load_library("avx2"))["variant"] == ["avx2"]
 
 
 @needs_cpp
@@ -88,9 +93,10 @@ def test_source_flags_and_compiler_select_the_build(cache, monkeypatch):
 @needs_cpp
 def test_a_stale_build_is_not_used(cache):
     path = build.build("avx2")
-    source = build.SOURCE_DIR / "kernels.cpp"
-    source.write_text(source.read_text() + "\n// changed")
-    assert build.build("avx2") != path
+    source().write_text(source().read_text() + "\n// changed")
+    changed = build.build("avx2")
+    (build.SOURCE_DIR / "describe.h").write_text("// changed too")
+    assert len({path, changed, build.build("avx2")}) == 3
 
 
 def _build_in_child(_):
@@ -106,7 +112,7 @@ def test_processes_that_build_at_once_agree(cache):
 
 @needs_cpp
 def test_a_failing_compiler_falls_back_to_torch(cache, caplog):
-    (build.SOURCE_DIR / "kernels.cpp").write_text("not C++")
+    source().write_text("not C++")
     kernels = package.load()
     assert kernels.name == "torch" and "error" in kernels.why
     with pytest.raises(UnsupportedError, match="torch works"):
@@ -118,7 +124,7 @@ def test_a_cache_that_cannot_be_written(cache, tmp_path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.write_text("")
     monkeypatch.setenv("VTOKEN_CACHE", str(blocker))
-    assert build.load_library("avx2").vtk_variant() == 2
+    assert build._told(build.load_library("avx2"))["variant"] == ["avx2"]
 
 
 def test_without_a_compiler(cache, monkeypatch, caplog):
@@ -144,7 +150,7 @@ def test_without_avx2(cache, monkeypatch):
 
 
 def test_avx512_only_where_the_processor_has_it(monkeypatch):
-    full = build.NEEDED_CPU_FLAGS["avx512"]
+    full = set(build.NEEDED_CPU_FLAGS["avx512"])
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build.platform, "system", lambda: "Linux")
     monkeypatch.setattr(build, "cpu_flags", lambda: full)
@@ -161,9 +167,56 @@ def test_avx512_compiles(tmp_path, monkeypatch):
 
 
 @needs_cpp
-def test_a_miscomputing_build_is_not_used(monkeypatch):
-    from vtoken.kernels import cpp, selfcheck
+@pytest.mark.parametrize(
+    ("ours", "told"),
+    [
+        ({"group": ["16"]}, None),
+        ({"group": ["32"]}, "group: C++ has 16 where Python has 32"),
+        ({"group": ["16", "x:i8"]}, "group: C++ has None where Python has x:i8"),
+        ({"group": []}, "group: C++ has 16 where Python has None"),
+        ({"Args": ["plan:p8"]}, "Args: C++ has None where Python has plan:p8"),
+    ],
+)
+def test_shared_names_are_compared(cache, ours, told):
+    library = build.load_library("avx2")
+    if told is None:
+        return build.check_shared(library, ours)
+    with pytest.raises(build.BuildError, match=re.escape(told)):
+        build.check_shared(library, ours)
 
+
+@needs_cpp
+def test_kernels_with_other_fields_are_not_used(monkeypatch):
+    """Two fields change places on one side: torch runs instead, and says why."""
+    plan, query, *rest = cpp.Args._fields_
+
+    class Args(ctypes.Structure):
+        _fields_ = (query, plan, *rest)
+
+    monkeypatch.setattr(package, "_loaded", {})
+    monkeypatch.setattr(cpp, "Args", Args)
+    assert package.load().name == "torch"
+    assert "Args: C++ has plan:p8 where Python has query:p8" in package.load().why
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("NUMBERS", ("block_base", "token_base"), "numbers: C++ has token_base"),
+        ("CHUNK_TOKENS", 32, "chunk_tokens: C++ has 64 where Python has 32"),
+    ],
+)
+@needs_cpp
+def test_tables_with_other_names_are_not_used(monkeypatch, name, value, told):
+    monkeypatch.setattr(tables, "_library", None)
+    monkeypatch.setattr(tables, "_why_not", None)
+    monkeypatch.setattr(tables, name, value)
+    assert tables.load_ops().name == "numpy"
+    assert told in tables._why_not
+
+
+@needs_cpp
+def test_a_miscomputing_build_is_not_used(monkeypatch):
     def wrong(self, kv, slots, scores, layout):
         scores[slots] += 1.0
 
@@ -181,10 +234,20 @@ def test_environment_chooses(monkeypatch):
         package.load()
 
 
-def test_imports_no_engine():
-    code = "import vtoken.kernels, sys; vtoken.kernels.load('torch'); print('vllm' in sys.modules)"
+# What each imports at once, and then does.
+LIGHT_IMPORTS = {
+    "import vtoken.kernels; vtoken.kernels.load('torch')": {"vllm"},
+    "from vtoken.kernels.tables import load_ops; load_ops()": {"vllm", "torch"},
+    "import vtoken.kernels": {"vllm", "torch"},
+}
+
+
+@pytest.mark.parametrize("code", LIGHT_IMPORTS)
+def test_what_is_not_imported(code):
+    """No kernel needs vLLM, and the scheduler's bookkeeping needs no torch either."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        [sys.executable, "-c", code + "\nimport sys; print(*sys.modules)"],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(REPO)},
     )  # fmt: skip
-    assert done.stdout.strip() == "False"
+    assert "vtoken.kernels" in done.stdout.split()
+    assert not LIGHT_IMPORTS[code] & set(done.stdout.split())

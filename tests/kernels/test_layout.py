@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vtoken.errors import UnsupportedError
-from vtoken.kernels import KVLayout, probe_layout
+from vtoken.kernels.layout import KVLayout, probe_layout
 
 
 def kv_like(block_size, head_size, dtype=torch.float32, heads=3):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_problems import keys_values, make_problem
 
-from vtoken.kernels import KVLayout
+from vtoken.kernels.layout import KVLayout
 
 LAYOUTS = [(16, 16), (32, 32), (64, 32), (48, 48), (128, 128)]
 
@@ -41,11 +41,11 @@ def test_move(kernels, block_size, k_group, dtype, threads):
         kvs, torch.from_numpy(src), torch.from_numpy(dst), layout=layout, scores=scores,
         num_threads=threads,
     )  # fmt: skip
-    for kv, old in zip(kvs, before):
+    for kv, old in zip(kvs, before, strict=True):
         new = old.copy()
         new[dst] = old[src]
         assert np.array_equal(tokens(kv, layout, np.arange(num_slots)), new)
-    for array, old in zip(scores, scores_before):
+    for array, old in zip(scores, scores_before, strict=True):
         new = old.numpy().copy()
         new[dst] = old.numpy()[src]
         assert np.array_equal(array.numpy(), new)
@@ -90,7 +90,7 @@ def test_no_moves(kernels):
     before = [kv.clone() for kv in kvs]
     none = torch.empty(0, dtype=torch.int64)
     kernels.move(kvs, none, none, layout=layout)
-    assert all(torch.equal(a, b) for a, b in zip(kvs, before))
+    assert all(torch.equal(a, b) for a, b in zip(kvs, before, strict=True))
 
 
 @pytest.mark.parametrize("block_size, k_group", LAYOUTS)

@@ -21,7 +21,7 @@ LAYERS, HEADS = 2, 6
 def by_hand(kind, scores, step, groups, queries, counted, window):
     """The rules of ScoreKind, slot by slot."""
     out = scores.astype(np.float64)
-    for slots, n, count in zip(groups, queries, counted):
+    for slots, n, count in zip(groups, queries, counted, strict=True):
         for s in slots:
             a = float(step[s])
             if kind is ScoreKind.ACCUMULATED:
@@ -57,8 +57,7 @@ def test_rules(kernels, kind, window):
         num_live_tokens=plan.num_live_tokens,
         num_queries=torch.tensor(queries),
         num_counted=torch.tensor(counted),
-        num_layers=LAYERS,
-        num_heads=HEADS,
+        num_heads=LAYERS * HEADS,
     )
     slots = torch.from_numpy(np.concatenate(groups))
     update_scores(kind, scores, step, slots, shape, window_steps=window)
@@ -73,7 +72,7 @@ def test_counts_what_exceeds_an_even_share():
     scores, step = torch.zeros(4), torch.tensor([0.1, 0.26, 0.24, 0.4]) * LAYERS * HEADS
     shape = StepShape(
         num_live_tokens=torch.tensor([4]), num_queries=torch.tensor([1]),
-        num_counted=torch.tensor([1]), num_layers=LAYERS, num_heads=HEADS,
+        num_counted=torch.tensor([1]), num_heads=LAYERS * HEADS,
     )  # fmt: skip
     update_scores(ScoreKind.COUNT_ABOVE_THRESHOLD, scores, step, torch.arange(4), shape)
     assert scores.tolist() == [0, 1, 0, 1]

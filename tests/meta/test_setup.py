@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -79,7 +80,22 @@ def test_plugin_entry_points_can_be_imported():
 
 def test_ci_runs_the_tests_a_newcomer_runs():
     makefile = (ROOT / "Makefile").read_text()
-    assert "make" in (ROOT / ".ci" / "run").read_text().split("exec ")[1]
-    for target in ("venv", "demo", "test", "stress", "bench", "lint"):
+    # What is fast comes first: a style or type error is told in seconds.
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("lint types test")
+    for target in ("venv", "demo", "test", "stress", "bench", "lint", "types"):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_commits_are_checked_with_what_make_checks():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    entries = " ".join(hook["entry"] for hook in hooks)
+    for command in ("ruff check", "ruff format", "make --no-print-directory types"):
+        assert command in entries
+    # Nothing is downloaded: versions are those of the lock file.
+    assert {hook["language"] for hook in hooks} == {"system"}
+
+
+def test_types_are_shipped():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "py.typed" in data["package-data"]["*"] and (ROOT / "vtoken" / "py.typed").exists()

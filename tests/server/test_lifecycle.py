@@ -70,7 +70,7 @@ def test_a_dead_engine_ends_the_server(bare):
     statuses = set()
     for _ in range(100):
         statuses.add(bare.status("/health"))
-        if 200 not in statuses and statuses or bare.process.poll() is not None:
+        if (200 not in statuses and statuses) or bare.process.poll() is not None:
             break
         if 503 in statuses or 0 in statuses:
             break

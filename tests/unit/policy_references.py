@@ -52,7 +52,7 @@ def reference_victims(
         num_evict = max(0, len([i for i in live if i >= protected]) - budget)
     score = {}
     if name in SCORED:
-        score = {i: float(s) for i, s in zip(live, scores) if not math.isnan(s)}
+        score = {i: float(s) for i, s in zip(live, scores, strict=False) if not math.isnan(s)}
     able = [i for i in sorted(live) if i >= sinks and i >= protected and i < L - recent]
     if name in SCORED:
         able = [i for i in able if i in score]

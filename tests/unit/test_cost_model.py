@@ -79,7 +79,10 @@ def test_shares_and_overheads():
 def test_arrays_give_what_single_steps_give():
     seqs, kv = np.array([1, 5, 22]), np.array([100, 9000, 180_000])
     together = decode_step_s(ROUND, LLAMA, seqs, kv, tensor_parallel_size=2)
-    single = [decode_step_s(ROUND, LLAMA, s, k, tensor_parallel_size=2) for s, k in zip(seqs, kv)]
+    single = [
+        decode_step_s(ROUND, LLAMA, s, k, tensor_parallel_size=2)
+        for s, k in zip(seqs, kv, strict=True)
+    ]
     assert together.shape == (3,) and together == pytest.approx(np.array(single))
     assert (np.diff(together) > 0).all()
 

@@ -54,6 +54,6 @@ def test_prepare_builds_once(tmp_path, monkeypatch, model_path):
     said: list[str] = []
     first = models.prepare("tiny-llama", said.append)
     assert first == tmp_path / "models" / "tiny-llama" and said == ["generating tiny-llama"]
-    monkeypatch.setattr(tiny, "build", lambda *a: pytest.fail("built twice"))
+    monkeypatch.setattr(tiny, "build", lambda *a, **k: pytest.fail("built twice"))
     assert models.prepare("tiny-llama", said.append) == first
     assert len(said) == 1

@@ -22,10 +22,17 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
+def plain_weights(config):
+    """Weights drawn as for training: the control that shows why `sharp_weights` exist."""
+    return tiny.draw_weights(config, 0.02, lambda kind, layer, num_inputs: 0.02, 0.02, 1.0)
+
+
 @pytest.fixture(scope="module")
 def plain_llama(tmp_path_factory, model_path):
     folder = tmp_path_factory.mktemp("plain")
-    tiny.build("tiny-llama", folder, model_path("smollm2-135m"), lambda line: None, plain=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "sharp_weights", plain_weights)
+        tiny.build("tiny-llama", model_path("smollm2-135m"), folder, lambda line: None)
     return load(folder)
 
 

@@ -136,7 +136,7 @@ def test_equals_the_reference_on_small_requests(name, data):
 )
 def test_lowest_is_the_exact_bottom_by_key_and_id(keys, count):
     ids = np.arange(len(keys), dtype=np.int32) * 3 + 1
-    able = [(k, int(i)) for i, k in zip(ids, keys) if not np.isnan(k)]
+    able = [(k, int(i)) for i, k in zip(ids, keys, strict=True) if not np.isnan(k)]
     want = sorted(i for _, i in sorted(able)[: max(0, count)])
     for dtype in (np.float32, np.float64):
         assert lowest(ids, np.array(keys, dtype), count).tolist() == want

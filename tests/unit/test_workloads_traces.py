@@ -193,7 +193,7 @@ def test_real_prefix_hashes_give_real_hits():
     ids = [trace_token_ids(r, vocab_size=2**31) for r in requests]
     for i, a in enumerate(requests):
         for j, b in enumerate(requests[:i]):
-            pairs = zip(a.prefix_hash_ids, b.prefix_hash_ids)
+            pairs = zip(a.prefix_hash_ids, b.prefix_hash_ids, strict=False)
             shared = 0
             for x, y in pairs:
                 if x != y:

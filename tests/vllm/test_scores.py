@@ -67,7 +67,9 @@ def check_decisions(engine, config, done, entries, scores) -> tuple[int, list[st
             )  # fmt: skip
             count += 1
             assert len(victims) == len(expected), (length, victims ^ expected)
-            for wrong, right in zip(sorted(victims - expected), sorted(expected - victims)):
+            for wrong, right in zip(
+                sorted(victims - expected), sorted(expected - victims), strict=False
+            ):
                 gap = abs(known[wrong] - known[right]) / max(known[wrong], known[right])
                 line = f"{config.policy} at {length}: {wrong} for {right}, gap {gap:.1e}"
                 assert gap < CLOSE, line

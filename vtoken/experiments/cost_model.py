@@ -62,7 +62,7 @@ class CostProfile:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ConfigError(OPTION, f"{field.name}: {value!r}", "a number")
             may_be_0 = field.name.endswith("_s") and not field.name.endswith("per_s")
-            if not (value > 0 or may_be_0 and value == 0) or not np.isfinite(value):
+            if not (value > 0 or (may_be_0 and value == 0)) or not np.isfinite(value):
                 least = "of at least 0" if may_be_0 else "above 0"
                 raise ConfigError(OPTION, f"{field.name}: {value!r}", f"a number {least}")
             if field.name.endswith("_frac") and value > 1:

@@ -215,7 +215,7 @@ def plain(value: object) -> object:
     Raises:
         TypeError: anything else: a result must not hold an object's repr by accident.
     """
-    if value is None or isinstance(value, (str, bool, int)) and not isinstance(value, Enum):
+    if value is None or (isinstance(value, (str, bool, int)) and not isinstance(value, Enum)):
         return value
     if isinstance(value, Enum):
         return plain(value.value)

@@ -1,42 +1,31 @@
-"""CPU kernels: attention over live tokens with fused score sums, relocation copies, key norms.
+"""Attention over live tokens with fused score sums, relocation copies, key norms; table operations.
 
     kernels = load()                       # C++ where it builds, torch elsewhere
-    layout = probe_layout(write, kv)       # once, at start-up
+    layout = kernels.probe(write, kv)      # once, at start-up
     plan = kernels.plan(block_table, seq_lens, query_start_loc, block_size=16, live_mask=bits)
     for layer in layers:                   # one plan serves all layers of a step
         kernels.attention(plan, q, kv, out, layout=layout, scale=scale, step_scores=scores)
-    update(scores, ...)                    # scores.py: what the policy keeps
+    update_scores(kind, scores, ...)       # scores.py: what the policy keeps
 
-`kernels.move` relocates tokens in all layers at once, `kernels.key_norms` scores keys as written.
-Every method is documented in base.py. `VTOKEN_KERNELS=torch|cpp` forces an implementation.
-
-This package imports torch and never vLLM; `python -m vtoken.kernels.bench` measures it.
+contract.py documents every method and is what another device has to implement; base.py, cpp.py and
+fallback.py do so for CPUs. `VTOKEN_KERNELS=torch|cpp` forces an implementation. tables.py, the
+scheduler's bookkeeping, shares build.py with them and nothing else: it does without torch, and so
+does importing this package. vLLM is never imported.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from vtoken.errors import ConfigError, UnsupportedError, nearest
-from vtoken.kernels.base import Kernels, Plan, pack_mask, unpack_mask
-from vtoken.kernels.build import available, say_once
-from vtoken.kernels.fallback import TorchKernels
-from vtoken.kernels.layout import KVLayout, check_supported, probe_layout
+from vtoken.kernels.build import BuildError, available, say_once, usable_variants
 
-__all__ = [
-    "KVLayout",
-    "Kernels",
-    "Plan",
-    "available",
-    "check_supported",
-    "describe",
-    "in_use",
-    "load",
-    "pack_mask",
-    "probe_layout",
-    "unpack_mask",
-]
+if TYPE_CHECKING:
+    from vtoken.kernels.contract import Kernels
+
+__all__ = ["available", "describe", "in_use", "load"]
 
 logger = logging.getLogger("vtoken.kernels")
 IMPLEMENTATIONS = ("cpp", "torch")
@@ -72,13 +61,13 @@ def describe(kernels: Kernels) -> dict[str, str]:
     own = "holes and scores"
     if kernels.name == "cpp":  # measured faster than the engine's own there
         own += ", and packed batches in modes that evict (without prompts where vLLM has AMX tiles)"
-    return {
-        "attention": kernels.name, "reason": kernels.why,
-        "serves": f"{own}; all else is vLLM's own attention",
-    }  # fmt: skip
+    serves = f"{own}; all else is vLLM's own attention"
+    return {"attention": kernels.name, "reason": kernels.why, "serves": serves}
 
 
 def _choose(choice: str, option: str) -> Kernels:
+    from vtoken.kernels.fallback import TorchKernels
+
     if choice == "torch":
         return TorchKernels(f"torch, as {option} asks")
     kernels, reason = _try_cpp()
@@ -91,14 +80,11 @@ def _choose(choice: str, option: str) -> Kernels:
 
 
 def _try_cpp() -> tuple[Kernels | None, str]:
-    from vtoken.kernels.build import BuildError, usable_variants
     from vtoken.kernels.cpp import CppKernels
     from vtoken.kernels.selfcheck import differs
 
     ok, reason = available()
-    if not ok:
-        return None, reason
-    for variant in usable_variants():
+    for variant in usable_variants() if ok else []:
         try:
             kernels = CppKernels(variant)
             fault = differs(kernels)

@@ -18,7 +18,9 @@ from functools import partial
 
 import torch
 
-from vtoken.kernels import Kernels, KVLayout, Plan, load, pack_mask
+from vtoken.kernels import load
+from vtoken.kernels.contract import Kernels, Plan
+from vtoken.kernels.layout import KVLayout
 from vtoken.kernels.scores import StepShape, update_scores
 from vtoken.policies.base import ScoreKind
 
@@ -47,65 +49,62 @@ class Batch:
     """
 
     def __init__(
-        self,
-        shape: str,
-        dtype: torch.dtype,
-        holes: float,
-        batch: int,
-        context: int,
-        block_size: int,
-        queries: int = 1,
-    ) -> None:
+        self, shape: str, dtype: torch.dtype, holes: float, batch: int, context: int,
+        block_size: int, queries: int = 1,
+    ) -> None:  # fmt: skip
         g = torch.Generator().manual_seed(0)
-        n, (heads, kv_heads, d) = block_size, SHAPES[shape]
-        self.layout = KVLayout(block_size=n, head_size=d, k_group=n)
+        heads, kv_heads, d = SHAPES[shape]
+        self.layout = KVLayout(block_size=block_size, head_size=d, k_group=block_size)
         self.scale = d**-0.5
         old = context - queries  # live tokens that a hole may lie between
         physical = round(old / (1 - holes)) + queries
-        width = -(-physical // n)
-        self.live = torch.zeros(batch, width * n, dtype=torch.bool)
+        self.table = self._table(batch, physical, g)
+        self.live = torch.zeros(batch, self.table.shape[1] * block_size, dtype=torch.bool)
         for row in self.live:
             row[torch.randperm(physical - queries, generator=g)[:old]] = True
             row[physical - queries : physical] = True
         self.query = torch.randn(batch * queries, heads, d, generator=g).to(dtype)
         self.starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32)
         self.lens = torch.full((batch,), physical, dtype=torch.int32)
-        self.table = torch.randperm(batch * width, generator=g).to(torch.int32).view(batch, width)
-        self.kv = torch.randn(batch * width, kv_heads, n, 2 * d, generator=g).to(dtype)
-        self.packed_lens = torch.full((batch,), context, dtype=torch.int32)
-        packed_width = -(-context // n)
-        order = torch.randperm(batch * packed_width, generator=g).to(torch.int32)
-        self.packed_table = order.view(batch, packed_width)
-        self.packed_kv = torch.zeros(batch * packed_width, kv_heads, n, 2 * d, dtype=dtype)
+        interior = (kv_heads, block_size, 2 * d)
+        self.kv = torch.randn(self.table.numel(), *interior, generator=g).to(dtype)
+        self.packed_lens = torch.full_like(self.lens, context)
+        self.packed_table = self._table(batch, context, g)
+        self.packed_kv = torch.zeros(self.packed_table.numel(), *interior, dtype=dtype)
         for r in range(batch):
             dst = self._slots(self.packed_table[r], torch.arange(context))
             self.layout.scatter(self.packed_kv, dst, *self.layout.gather(self.kv, self.slots(r)))
         self.out = torch.empty_like(self.query)
-        self.scores = torch.zeros(self.kv.shape[0] * n)
+        self.scores = torch.zeros(self.kv.shape[0] * block_size)
 
-    def slots(self, r: int) -> torch.Tensor:
-        """int64[M], live slots of a request."""
-        return self._slots(self.table[r], self.live[r].nonzero()[:, 0])
+    def _table(self, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
+        width = -(-length // self.layout.block_size)
+        order = torch.randperm(batch * width, generator=generator)
+        return order.to(torch.int32).view(batch, width)
 
     def _slots(self, blocks: torch.Tensor, physical: torch.Tensor) -> torch.Tensor:
         n = self.layout.block_size
         return blocks.long()[physical // n] * n + physical % n
 
+    def slots(self, r: int) -> torch.Tensor:
+        """int64[M], live slots of a request."""
+        return self._slots(self.table[r], self.live[r].nonzero()[:, 0])
+
     def plan(self, kernels: Kernels, score_queries: int = -1) -> Plan:
         """Lay out the holed cache."""
         return kernels.plan(
             self.table, self.lens, self.starts, block_size=self.layout.block_size,
-            live_mask=pack_mask(self.live), score_queries=score_queries,
+            live_mask=self.live, score_queries=score_queries,
         )  # fmt: skip
 
     def runner(
         self, kernels: Kernels, threads: int, *, scores=True, out=True, score_queries=-1
     ) -> Callable:
         """A call that attends the holed cache."""
-        plan = self.plan(kernels, score_queries)
-        return lambda: kernels.attention(
-            plan, self.query, self.kv, self.out if out else None, layout=self.layout,
-            scale=self.scale, step_scores=self.scores if scores else None, num_threads=threads,
+        return partial(
+            kernels.attention, self.plan(kernels, score_queries), self.query, self.kv,
+            self.out if out else None, layout=self.layout, scale=self.scale,
+            step_scores=self.scores if scores else None, num_threads=threads,
         )  # fmt: skip
 
 
@@ -159,11 +158,12 @@ def fastest(calls: dict[str, Callable], budget_s: float, threads: int) -> dict[s
     return best
 
 
-def _rows(best: dict[str, float], case: str, threads: int) -> Iterator[Row]:
-    """Rows in microseconds, against the entry "stock"."""
+def _rows(best: dict[str, float], case: str, threads: int, per: int = 0) -> Iterator[Row]:
+    """Rows in microseconds, a call or one of `per` tokens, against the entry "stock"."""
     for name, seconds in best.items():
         ratio = seconds / best["stock"] if "stock" in best else None
-        yield Row(f"{name}/{case}", seconds * 1e6, "us", threads, ratio)
+        unit = "us/token" if per else "us"
+        yield Row(f"{name}/{case}", seconds * 1e6 / (per or 1), unit, threads, ratio)
 
 
 def decode_rows(
@@ -171,13 +171,12 @@ def decode_rows(
     block_size=16, budget_s=1.0, stock=True, fallback=True,
 ) -> Iterator[Row]:  # fmt: skip
     """Decode attention with and without scores, and scores alone, at each share of holes."""
-    compiled = load()
     for pct in holes_pct:
         step = Batch(shape, DTYPES[dtype], pct / 100, batch, context, block_size)
         calls = {
-            "attention_scores": step.runner(compiled, threads),
-            "attention": step.runner(compiled, threads, scores=False),
-            "scores_only": step.runner(compiled, threads, out=False),
+            "attention_scores": step.runner(load(), threads),
+            "attention": step.runner(load(), threads, scores=False),
+            "scores_only": step.runner(load(), threads, out=False),
         }
         if stock:
             calls["stock"] = stock_attention(step)[0]
@@ -193,11 +192,10 @@ def chunk_rows(
 ) -> Iterator[Row]:  # fmt: skip
     """A prefill chunk over a history with a quarter of holes: all queries counted, or the last."""
     step = Batch(shape, DTYPES[dtype], 0.25, 1, context, block_size, queries)
-    compiled = load()
     calls = {
-        "chunk_scores": step.runner(compiled, threads),
-        "chunk": step.runner(compiled, threads, scores=False),
-        "chunk_last32_scores_only": step.runner(compiled, threads, out=False, score_queries=32),
+        "chunk_scores": step.runner(load(), threads),
+        "chunk": step.runner(load(), threads, scores=False),
+        "chunk_last32_scores_only": step.runner(load(), threads, out=False, score_queries=32),
     }
     if stock:
         calls["stock"] = stock_attention(step)[0]
@@ -222,9 +220,8 @@ def move_rows(
             name: partial(k.move, layers, src, dst, layout=layout, num_threads=threads)
             for name, k in names.items()
         }
-        for name, seconds in fastest(calls, budget_s, threads).items():
-            case = f"{name}/n{count}/{shape}/{dtype}"
-            yield Row(case, seconds * 1e6 / count, "us/token", threads)
+        best = fastest(calls, budget_s, threads)
+        yield from _rows(best, f"n{count}/{shape}/{dtype}", threads, count)
 
 
 def step_rows(
@@ -237,7 +234,7 @@ def step_rows(
     ones = torch.ones(batch, dtype=torch.int32)
     sizes = StepShape(
         num_live_tokens=plan.num_live_tokens, num_queries=ones, num_counted=ones,
-        num_layers=NUM_LAYERS[shape], num_heads=SHAPES[shape][0],
+        num_heads=NUM_LAYERS[shape] * SHAPES[shape][0],
     )  # fmt: skip
     kept, new = torch.zeros_like(step.scores), slots[:batch].clone()
     calls = {"plan": lambda: step.plan(compiled)} | {

@@ -1,7 +1,7 @@
 """Compile the C++ kernels at first use, once per source, compiler, flags and instruction set.
 
-The build lands in `$VTOKEN_CACHE/kernels` or `~/.cache/vtoken/kernels`, written under a temporary
-name and renamed, behind a file lock, with its digest beside it: what does not match is built again.
+The build lands in vToken's cache folder, written under a temporary name and renamed, behind a file
+lock, with its digest beside it: what does not match is built again.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import zip_longest
 from pathlib import Path
+
+from vtoken.models.store import cache_dir
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
-VARIANTS = {
-    "avx512": (
-        "-DVT_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
-        "-mavx2", "-mfma", "-mf16c",
-    ),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "tables": (),  # the scheduler's bookkeeping: integers, for any processor
-}  # fmt: skip
-# What vtk_variant() of each answers.
-VARIANT_NUMBERS = {"avx2": 2, "avx512": 512, "tables": 1}
+_AVX2 = ("avx2", "fma", "f16c")
 NEEDED_CPU_FLAGS = {
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"},
-    "avx2": {"avx2", "fma", "f16c"},
-}
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", *_AVX2),
+    "avx2": _AVX2,
+    "tables": (),  # the scheduler's bookkeeping: integers, for any processor
+}  # the attention's variants, fastest first
 COMPILE_TIMEOUT_S = 300
+logger = logging.getLogger("vtoken.kernels")
+_said: set[str] = set()
+NO_COMPILER = "no C++ compiler found (set CXX, or install g++)"
 
 
 class BuildError(Exception):
@@ -53,20 +53,17 @@ def cpu_flags() -> set[str]:
 
 
 def usable_variants() -> list[str]:
-    """Names of VARIANTS this processor runs, the fastest first."""
+    """Variants of the attention that this processor runs, the fastest first."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return []
     flags = cpu_flags()
-    return [name for name, needed in NEEDED_CPU_FLAGS.items() if needed <= flags]
+    return [name for name in ("avx512", "avx2") if flags.issuperset(NEEDED_CPU_FLAGS[name])]
 
 
 def find_compiler() -> str | None:
     """Path of a C++ compiler: $CXX, g++, c++ or clang++."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        path = shutil.which(name) if name else None
-        if path:
-            return path
-    return None
+    names = (os.environ.get("CXX"), "g++", "c++", "clang++")
+    return next(filter(None, (shutil.which(name) for name in names if name)), None)
 
 
 def available() -> tuple[bool, str]:
@@ -79,7 +76,7 @@ def available() -> tuple[bool, str]:
         return False, f"needs x86-64 Linux with AVX2, FMA and F16C; this is {platform.machine()}"
     compiler = find_compiler()
     if compiler is None:
-        return False, "no C++ compiler found (set CXX, or install g++)"
+        return False, NO_COMPILER
     return True, f"{variants[0]}, {compiler}"
 
 
@@ -90,26 +87,22 @@ def say_once(reason: str, message: str) -> None:
         logger.warning("%s: %s", message, reason)
 
 
-def cache_dir() -> Path:
-    """Folder of compiled kernels."""
-    root = os.environ.get("VTOKEN_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "vtoken") / "kernels"
+def _flags(variant: str) -> list[str]:
+    flags = [*COMMON_FLAGS, *(f"-m{name}" for name in NEEDED_CPU_FLAGS[variant])]
+    return [*flags, "-DVT_AVX512"] if variant == "avx512" else flags
 
 
 def source_of(variant: str) -> Path:
-    """The file that is compiled; its folder has all it includes."""
-    if variant == "tables":
-        return SOURCE_DIR / "tables" / "tables.cpp"
-    return SOURCE_DIR / "kernels.cpp"
+    """The file that is compiled."""
+    return SOURCE_DIR / ("tables/tables.cpp" if variant == "tables" else "attention/kernels.cpp")
 
 
 def build_key(compiler: str, variant: str) -> str:
     """Hash of everything that shapes the result: sources, compiler version, flags."""
     digest = hashlib.sha256()
-    for path in sorted(source_of(variant).parent.iterdir()):
-        if path.suffix in (".h", ".cpp"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update(" ".join((*COMMON_FLAGS, *VARIANTS[variant])).encode())
+    for path in sorted([*SOURCE_DIR.glob("*.h"), *source_of(variant).parent.glob("*.[hc]*")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update(" ".join(_flags(variant)).encode())
     digest.update(compiler_version(compiler).encode())
     return digest.hexdigest()[:24]
 
@@ -140,8 +133,8 @@ def build(variant: str, *, rebuild: bool = False) -> Path:
     """
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError("no C++ compiler found (set CXX, or install g++)")
-    folder = _writable(cache_dir())
+        raise BuildError(NO_COMPILER)
+    folder = _writable(cache_dir() / "kernels")
     target = folder / f"kernels-{variant}-{build_key(compiler, variant)}.so"
     if not rebuild and _intact(target):
         return target
@@ -163,22 +156,52 @@ def load_library(variant: str) -> ctypes.CDLL:
         path = build(variant, rebuild=rebuild)
         try:
             library = ctypes.CDLL(str(path))
-            if library.vtk_variant() == VARIANT_NUMBERS[variant]:
+            if _told(library)["variant"] == [variant]:
                 return library
             error = BuildError(f"{path.name} is another variant")
             _ctypes.dlclose(library._handle)  # or the loader answers with it again, by name
-        except (OSError, AttributeError) as caught:
+        except (OSError, AttributeError, KeyError) as caught:
             error = caught
     raise BuildError(f"the compiled kernels do not load: {error}")
+
+
+def _told(library: ctypes.CDLL) -> dict[str, list[str]]:
+    """What a library tells of itself (csrc/describe.h): names, by what they are names of."""
+    library.vt_describe.restype = ctypes.c_char_p
+    lines = library.vt_describe().decode().splitlines()
+    return {name: items for name, *items in map(str.split, lines)}
+
+
+def fields_of(*structures: type[ctypes.Structure]) -> dict[str, list[str]]:
+    """Fields of structures as a library tells them: name, kind and bytes of each."""
+    kinds = {ctypes.c_void_p: "p", ctypes.c_float: "f"}
+    return {
+        structure.__name__.lstrip("_"): [
+            f"{name}:{kinds.get(kind, 'i')}{ctypes.sizeof(kind)}"
+            for name, kind in structure._fields_
+        ]
+        for structure in structures
+    }
+
+
+def check_shared(library: ctypes.CDLL, expected: Mapping[str, Sequence[str]]) -> None:
+    """Compare names, orders and sizes that Python and a library share.
+
+    Raises:
+        BuildError: the first that differs: one side would read what the other did not write.
+    """
+    told = _told(library)
+    for what, ours in expected.items():
+        for here, there in zip_longest(ours, told.get(what, [])):
+            if here != there:
+                raise BuildError(f"{what}: C++ has {there} where Python has {here}")
 
 
 def _compile(compiler: str, variant: str, target: Path) -> None:
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=".build-", suffix=".so")
     os.close(handle)
     temporary = Path(name)
-    command = [
-        compiler, *COMMON_FLAGS, *VARIANTS[variant], str(source_of(variant)), "-o", name,
-    ]  # fmt: skip
+    command = [compiler, *_flags(variant), str(source_of(variant)), "-o", name]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
@@ -190,7 +213,7 @@ def _compile(compiler: str, variant: str, target: Path) -> None:
         digest = _digest(temporary)
         # The library first: a reader that sees a new library with an old digest rebuilds, no more.
         os.replace(temporary, target)
-        _digest_file(target).write_text(digest)
+        target.with_suffix(".sha256").write_text(digest)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{Path(compiler).name} failed: {error}") from error
     finally:
@@ -200,17 +223,13 @@ def _compile(compiler: str, variant: str, target: Path) -> None:
 def _intact(target: Path) -> bool:
     # A truncated library would not fail to load, it would kill the process (SIGBUS).
     try:
-        return _digest_file(target).read_text() == _digest(target)
+        return target.with_suffix(".sha256").read_text() == _digest(target)
     except OSError:
         return False
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _digest_file(target: Path) -> Path:
-    return target.with_suffix(".sha256")
 
 
 def _writable(folder: Path) -> Path:
@@ -221,15 +240,12 @@ def _writable(folder: Path) -> Path:
             return folder
     except OSError:
         pass
-    global _fallback_dir
-    if _fallback_dir is None:
-        _fallback_dir = tempfile.TemporaryDirectory(prefix="vtoken-kernels-")
-    return Path(_fallback_dir.name)
+    return Path(_private_folder().name)
 
 
-logger = logging.getLogger("vtoken.kernels")
-_said: set[str] = set()
-_fallback_dir: tempfile.TemporaryDirectory | None = None
+@cache
+def _private_folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="vtoken-kernels-")
 
 
 @contextmanager

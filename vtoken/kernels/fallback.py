@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from vtoken.kernels.base import Kernels, Plan, PlanInput, unpack_mask
+from vtoken.kernels.base import CPUKernels, CPUPlan
 
 
-class TorchPlan(Plan):
+class TorchPlan(CPUPlan):
     """Live slots of every request that has queries."""
 
-    def __init__(self, given: PlanInput) -> None:
-        n = given.block_size
+    def __init__(self, block_table, seq_lens, query_start_loc, mask, score_queries, n: int) -> None:
         self.block_size = n
         self.requests: list[tuple[int, int, int, torch.Tensor]] = []
-        self.num_live_tokens = torch.zeros(given.num_requests, dtype=torch.int32)
+        self.num_live_tokens = torch.zeros(seq_lens.numel(), dtype=torch.int32)
         self.max_block, self.num_queries = -1, 0
-        mask = None if given.live_mask is None else unpack_mask(given.live_mask)
-        starts, lens = given.query_start_loc.tolist(), given.seq_lens.tolist()
-        for r, (length, count) in enumerate(zip(lens, given.score_queries.tolist())):
+        starts = query_start_loc.tolist()
+        for r, length in enumerate(seq_lens.tolist()):
             first, queries = starts[r], starts[r + 1] - starts[r]
             assert first >= 0 and queries >= 0, starts
             self.num_queries = max(self.num_queries, starts[r + 1])
@@ -30,17 +28,17 @@ class TorchPlan(Plan):
                 physical = physical[mask[r, :length]]
                 own = int((physical >= length - queries).sum())
                 assert queries == 1 or own == queries, f"request {r}: a token of the chunk is dead"
-            blocks = given.block_table[r, : -(-length // n)].long()[physical // n]
+            blocks = block_table[r, : -(-length // n)].long()[physical // n]
             assert bool((blocks >= 0).all()), f"request {r}: bad block"
             slots = blocks * n + physical % n
             self.num_live_tokens[r] = slots.numel()
             if slots.numel():
                 self.max_block = max(self.max_block, int(blocks.max()))
-            count = queries if count < 0 else min(count, queries)
+            count = queries if score_queries < 0 else min(score_queries, queries)
             self.requests.append((first, queries, count, slots))
 
 
-class TorchKernels(Kernels):
+class TorchKernels(CPUKernels):
     """Gathers live tokens, then dense attention in float32."""
 
     name = "torch"
@@ -51,8 +49,7 @@ class TorchKernels(Kernels):
     def __init__(self, why: str = "torch gathers") -> None:
         self.why = why
 
-    def _plan(self, given: PlanInput) -> Plan:
-        return TorchPlan(given)
+    _plan = TorchPlan
 
     def _attention(
         self, plan, query, kv, out, layout, scale, softcap, step_scores, num_threads

@@ -5,14 +5,16 @@ Legend: B blocks, H KV heads, N block size, D head size, M tokens, all sizes in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from vtoken.errors import UnsupportedError
+from vtoken.kernels.contract import WriteFn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GROUP_TOKENS = 16  # tokens and head dims that the C++ kernels take at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +65,8 @@ class KVLayout:
         self.values(kv)[block, :, offset] = v
 
 
-WriteFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
 def probe_layout(write: WriteFn, kv_like: torch.Tensor) -> KVLayout:
-    """Learn a KV cache's interior by writing known tokens through the engine's own op.
-
-    Args:
-        write: `write(key[M, H, D], value[M, H, D], kv, slots int64[M])` stores tokens into `kv`.
-        kv_like: `[B, H, N, 2 * D]` tensor whose shape and dtype the cache has; not touched.
-
-    Returns:
-        The layout whose every cell, written or not, holds what it should.
-
-    Raises:
-        UnsupportedError: no layout that the kernels can read matches.
-    """
+    """See `contract.Kernels.probe`: the layout whose every cell, written or not, is as it should."""
     _, heads, n, row = kv_like.shape
     d = row // 2
     if kv_like.dtype not in DTYPES:
@@ -94,7 +82,7 @@ def probe_layout(write: WriteFn, kv_like: torch.Tensor) -> KVLayout:
     key, value = draw(2 * n, heads, d), draw(2 * n, heads, d)
     kv = before.clone()
     write(key, value, kv, slots)
-    for group in [n, *range(16, n, 16)]:
+    for group in [n, *range(GROUP_TOKENS, n, GROUP_TOKENS)]:
         if n % group:
             continue
         layout = KVLayout(block_size=n, head_size=d, k_group=group)
@@ -110,6 +98,7 @@ def probe_layout(write: WriteFn, kv_like: torch.Tensor) -> KVLayout:
     )
 
 
+@cache
 def check_supported(layout: KVLayout, dtype: torch.dtype) -> None:
     """Refuse what the C++ kernels cannot run, saying what would work.
 

@@ -40,13 +40,12 @@ class StepShape:
         num_live_tokens: int[R], touched slots of each request; they sum to M.
         num_queries: int[R], query rows of each request.
         num_counted: int[R], queries of each that entered the sums.
-        num_layers, num_heads: attention layers, query heads in each.
+        num_heads: query heads of all layers.
     """
 
     num_live_tokens: torch.Tensor
     num_queries: torch.Tensor
     num_counted: torch.Tensor
-    num_layers: int
     num_heads: int
 
 
@@ -71,7 +70,7 @@ def update_scores(
         accumulated              score += a
         last                     score  = a                       (one counted query)
         window                   score  = a after a chunk, score * (1 - 1 / W) + a after a decode
-        count-above-threshold    score += (a / (layers * heads * counted) > 1 / live tokens)
+        count-above-threshold    score += (a / (heads * counted) > 1 / live tokens)
         key-norm, none           nothing: set when the key is written, or not at all
 
     Args:
@@ -94,7 +93,6 @@ def update_scores(
         kept = torch.where(shape.num_queries > 1, 0.0, decay)
         scores[slots] = scores[slots] * kept.float().repeat_interleave(live) + a
     else:
-        # a / (layers * heads * counted) > 1 / live, without dividing by a count of zero
-        bar = shape.num_layers * shape.num_heads * shape.num_counted.float() / live.clamp(min=1)
-        above = a > bar.repeat_interleave(live)
-        scores[slots] += above.float()
+        # a / (heads * counted) > 1 / live, without dividing by a count of zero
+        bar = shape.num_heads * shape.num_counted.float() / live.clamp(min=1)
+        scores[slots] += (a > bar.repeat_interleave(live)).float()

@@ -20,7 +20,7 @@ from itertools import chain, compress
 
 import numpy as np
 
-from vtoken.core.arena import ARRAYS, NUMBERS, Arena
+from vtoken.core.arena import ARRAYS, CHUNK_TOKENS, NUMBERS, Arena
 from vtoken.core.messages import StepPlan, joined, plan_of_packed
 from vtoken.core.ops import Change, Draw, ScoredIds, TableOps
 from vtoken.core.scalar_ops import ScalarOps
@@ -123,11 +123,16 @@ def load_ops() -> TableOps:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Let integers go through as pointers and int64."""
-    for name, num_args in (
-        ("sync", 6), ("oldest", 8), ("lowest_scored", 12), ("count_below", 5), ("at_ranks", 6),
-        ("draw", 5), ("execute", 13), ("pack", 19),
-    ):  # fmt: skip
+    """Let integers go through as pointers and int64, as far as both sides know the same names."""
+    functions = {
+        "sync": 6, "oldest": 8, "lowest_scored": 12, "count_below": 5, "at_ranks": 6,
+        "draw": 5, "execute": 13, "pack": 19,
+    }  # fmt: skip
+    build.check_shared(library, {
+        "numbers": NUMBERS, "chunk_tokens": [str(CHUNK_TOKENS)], **build.fields_of(_Arena),
+        "functions": [f"vtt_{name}/{num_args}" for name, num_args in functions.items()],
+    })  # fmt: skip
+    for name, num_args in functions.items():
         function = getattr(library, f"vtt_{name}")
         function.restype = c_int64
         # Every argument is 8 bytes wide: a pointer or an int64.

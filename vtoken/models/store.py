@@ -8,7 +8,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MARKER = "vtoken_model.json"
 _ABANDONED_AFTER_S = 24 * 3600
@@ -35,6 +40,16 @@ def stored_format(folder: Path) -> int | None:
         return None
 
 
+def write_model(folder: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -> None:
+    """Write a Hugging Face config, and weights, into a folder."""
+    from safetensors.numpy import save_file
+
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, content in (("config", config), ("generation_config", ids)):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def publish(name: str, format_number: int, build: Callable[[Path], dict]) -> Path:
     """Build a model in a temporary folder and rename it into place.
 
@@ -47,23 +62,23 @@ def publish(name: str, format_number: int, build: Callable[[Path], dict]) -> Pat
     target = model_dir(name)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target.parent)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", suffix=".tmp", dir=target.parent))
-    try:
-        provenance = build(temporary)
-        marker = {"name": name, "format": format_number, **provenance}
+    with _temporary_beside(target) as name_of_folder:
+        temporary = Path(name_of_folder)
+        marker = {"name": name, "format": format_number, **build(temporary)}
         (temporary / _MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-        _make_readable(temporary)
+        # Temporary folders and safetensors are for the owner alone; a cache may be shared.
+        for path in temporary.iterdir():
+            path.chmod(0o644)
+        temporary.chmod(0o755)
         _rename_into_place(temporary, target, format_number)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
-def _make_readable(folder: Path) -> None:
-    # mkdtemp and safetensors write for the owner alone; a cache may be shared.
-    for path in folder.iterdir():
-        path.chmod(0o644)
-    folder.chmod(0o755)
+def _temporary_beside(target: Path) -> tempfile.TemporaryDirectory:
+    """A folder that is deleted in the end, unless it was renamed."""
+    return tempfile.TemporaryDirectory(
+        prefix=f".{target.name}-", suffix=".tmp", dir=target.parent, ignore_cleanup_errors=True
+    )
 
 
 def _rename_into_place(temporary: Path, target: Path, format_number: int) -> None:
@@ -73,28 +88,17 @@ def _rename_into_place(temporary: Path, target: Path, format_number: int) -> Non
         except OSError:  # POSIX refuses to rename onto a folder that is not empty
             if not target.is_dir():
                 raise
-            if stored_format(target) == format_number:
-                return  # somebody else was faster
-            _set_aside(target)
-
-
-def _set_aside(outdated: Path) -> None:
-    # Renamed first, so that nobody sees a half-deleted model. Processes that have its files mapped
-    # keep them until they end.
-    trash = Path(tempfile.mkdtemp(prefix=f".{outdated.name}-", suffix=".tmp", dir=outdated.parent))
-    try:
-        os.rename(outdated, trash)
-    except FileNotFoundError:
-        pass  # another process set it aside
-    finally:
-        shutil.rmtree(trash, ignore_errors=True)
+        if stored_format(target) == format_number:
+            return  # another process was faster
+        # Renamed first, so that no reader sees a half-deleted model; processes that have its files
+        # mapped keep them until they end.
+        with _temporary_beside(target) as trash, suppress(FileNotFoundError):
+            os.rename(target, trash)  # unless another process did
 
 
 def _remove_abandoned(parent: Path) -> None:
     """Delete temporary folders of processes that were killed: they are half a gigabyte each."""
     for folder in parent.glob(".*.tmp"):
-        try:
+        with suppress(FileNotFoundError):
             if time.time() - folder.stat().st_mtime > _ABANDONED_AFTER_S:
                 shutil.rmtree(folder, ignore_errors=True)
-        except FileNotFoundError:
-            pass

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from vtoken.models.store import write_model
 from vtoken.models.tokenizer import TOKENIZER_FILES
 
 _SEED = 20_250_207
@@ -38,58 +39,37 @@ _SCORE_STD = 3.0
 _OUTWEIGH = 4.0
 _BIAS_STD = 0.3
 _LOGIT_STD = 1.0  # 3 would be a trained model's; float32 noise would then reach 6e-5
-_PLAIN_STD = 0.02  # the usual initialisation, for the control test
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "tiny-llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "tiny-mistral": {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": None,
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None,
     },
     "tiny-qwen2": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+        "use_sliding_window": False, "sliding_window": None,
     },
     "tiny-gemma": {
-        "architectures": ["GemmaForCausalLM"],
-        "model_type": "gemma",
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
+        "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "rms_norm_eps": 1e-6,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
     },
-}
+}  # fmt: skip
 
 
 def build(
-    name: str,
-    folder: Path,
-    tokenizer_from: Path,
-    say: Callable[[str], None],
-    *,
-    plain: bool = False,
+    name: str, tokenizer_from: Path, folder: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write one tiny model into `folder`; return where it came from.
 
     Args:
         tokenizer_from: a model folder whose tokenizer and special token ids are taken over.
-        plain: draw ordinary unscaled weights instead, which hide misplaced entries.
     """
-    from safetensors.numpy import save_file
-
     say(f"generating {name}")
     for file in TOKENIZER_FILES:
         shutil.copyfile(tokenizer_from / file, folder / file)
-    donor = json.loads((tokenizer_from / "config.json").read_text())
-    config = tiny_config(name, donor)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
-    weights = plain_weights(config) if plain else sharp_weights(config)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return {"source": f"generated from seed {_SEED}", "weights": "plain" if plain else "sharp"}
+    config = tiny_config(name, json.loads((tokenizer_from / "config.json").read_text()))
+    write_model(folder, config, sharp_weights(config))
+    return {"source": f"generated from seed {_SEED}"}
 
 
 def tiny_config(name: str, donor: dict[str, Any]) -> dict[str, Any]:
@@ -115,89 +95,64 @@ def tiny_config(name: str, donor: dict[str, Any]) -> dict[str, Any]:
 
 def sharp_weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Draw weights whose attention is selective and decides the next token."""
-    draw = _Draw(config["model_type"])
+    is_gemma = config["model_type"] == "gemma"
+    # The first layer's inputs get unit entries; Gemma multiplies embeddings by sqrt(hidden_size).
+    embedding_std = config["hidden_size"] ** -0.5 if is_gemma else 1.0
     score_gain = np.sqrt(_SCORE_STD)  # on Q and on K each: scores then have _SCORE_STD
-    weights = {"model.embed_tokens.weight": _embedding(config, draw, _embedding_std(config))}
-    for layer in range(config["num_hidden_layers"]):
+
+    def std(kind: str, layer: int, num_inputs: int) -> float:
         gains = {
-            "self_attn.q_proj": score_gain,
-            "self_attn.k_proj": score_gain,
-            "self_attn.v_proj": 1.0,
-            "self_attn.o_proj": _OUTWEIGH ** (2 * layer + 1),
-            "mlp.gate_proj": 1.0,
-            "mlp.up_proj": 1.0,
-            "mlp.down_proj": _OUTWEIGH ** (2 * layer + 2),
-        }
-        weights |= _layer(config, layer, draw, gains, bias_std=_BIAS_STD)
+            "q_proj": score_gain, "o_proj": _OUTWEIGH ** (2 * layer + 1),
+            "k_proj": score_gain, "down_proj": _OUTWEIGH ** (2 * layer + 2),
+        }  # fmt: skip
+        # A gain of 1 maps unit inputs to unit outputs.
+        return gains.get(kind, 1.0) / np.sqrt(num_inputs)
+
     # A state of H unit entries against embedding rows of entries e gives logits of e * sqrt(H).
-    per_unit = _embedding_std(config) * np.sqrt(config["hidden_size"])
-    weights["model.norm.weight"] = _norm(config, _LOGIT_STD / per_unit)
-    return weights
+    last_norm = _LOGIT_STD / (embedding_std * np.sqrt(config["hidden_size"]))
+    return draw_weights(config, embedding_std, std, _BIAS_STD, last_norm)
 
 
-def plain_weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Draw weights as for training: the control that shows why `sharp_weights` exist."""
-    draw = _Draw(config["model_type"])
-    weights = {"model.embed_tokens.weight": _embedding(config, draw, _PLAIN_STD)}
-    for layer in range(config["num_hidden_layers"]):
-        gains = {
-            kind: _PLAIN_STD * np.sqrt(shape[1]) for kind, shape in _linear_shapes(config).items()
-        }
-        weights |= _layer(config, layer, draw, gains, bias_std=_PLAIN_STD)
-    weights["model.norm.weight"] = _norm(config, 1.0)
-    return weights
+def draw_weights(
+    config: dict[str, Any],
+    embedding_std: float,
+    std: Callable[[str, int, int], float],
+    bias_std: float,
+    last_norm: float,
+) -> dict[str, np.ndarray]:
+    """Draw normal weights, the same for ever: NumPy promises that for RandomState only.
 
-
-class _Draw:
-    """Normal draws that stay the same for ever, which NumPy promises for RandomState only."""
-
-    def __init__(self, family: str) -> None:
-        self._rng = np.random.RandomState([_SEED, *family.encode()])
-
-    def normal(self, shape: tuple[int, ...], std: float) -> np.ndarray:
-        return (self._rng.standard_normal(shape) * std).astype(np.float32)
-
-
-def _embedding(config: dict[str, Any], draw: _Draw, std: float) -> np.ndarray:
-    return draw.normal((config["vocab_size"], config["hidden_size"]), std)
-
-
-def _embedding_std(config: dict[str, Any]) -> float:
-    """Return the embedding's spread that gives the first layer unit inputs."""
-    # Gemma multiplies embeddings by sqrt(hidden_size) on the way in.
-    return config["hidden_size"] ** -0.5 if config["model_type"] == "gemma" else 1.0
-
-
-def _linear_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    Args:
+        std: spread of a projection's weights, from its kind, layer and number of inputs.
+        last_norm: what the last norm multiplies by.
+    """
+    rng = np.random.RandomState([_SEED, *config["model_type"].encode()])
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
     q_rows = config["num_attention_heads"] * config["head_dim"]
     kv_rows = config["num_key_value_heads"] * config["head_dim"]
-    return {
-        "self_attn.q_proj": (q_rows, hidden),
-        "self_attn.k_proj": (kv_rows, hidden),
-        "self_attn.v_proj": (kv_rows, hidden),
-        "self_attn.o_proj": (hidden, q_rows),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
-    }
+    shapes = {
+        "self_attn.q_proj": (q_rows, hidden), "self_attn.k_proj": (kv_rows, hidden),
+        "self_attn.v_proj": (kv_rows, hidden), "self_attn.o_proj": (hidden, q_rows),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
 
+    def normal(shape: tuple[int, ...], spread: float) -> np.ndarray:
+        return (rng.standard_normal(shape) * spread).astype(np.float32)
 
-def _layer(
-    config: dict[str, Any], layer: int, draw: _Draw, gains: dict[str, float], bias_std: float
-) -> dict[str, np.ndarray]:
-    """Draw one decoder layer. A gain of 1 maps unit inputs to unit outputs."""
-    prefix, weights = f"model.layers.{layer}.", {}
-    for kind, shape in _linear_shapes(config).items():
-        weights[f"{prefix}{kind}.weight"] = draw.normal(shape, gains[kind] / np.sqrt(shape[1]))
-        if config["model_type"] == "qwen2" and kind.endswith(("q_proj", "k_proj", "v_proj")):
-            weights[f"{prefix}{kind}.bias"] = draw.normal(shape[:1], bias_std)
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        weights[f"{prefix}{norm}.weight"] = _norm(config, 1.0)
+    def norm(gain: float) -> np.ndarray:
+        stored = gain - 1.0 if config["model_type"] == "gemma" else gain  # it adds 1
+        return np.full(hidden, stored, np.float32)
+
+    weights = {"model.embed_tokens.weight": normal((config["vocab_size"], hidden), embedding_std)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, shape in shapes.items():
+            kind = name.split(".")[1]
+            weights[f"{prefix}{name}.weight"] = normal(shape, std(kind, layer, shape[1]))
+            if config["model_type"] == "qwen2" and kind in ("q_proj", "k_proj", "v_proj"):
+                weights[f"{prefix}{name}.bias"] = normal(shape[:1], bias_std)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}{name}.weight"] = norm(1.0)
+    weights["model.norm.weight"] = norm(last_norm)
     return weights
-
-
-def _norm(config: dict[str, Any], gain: float) -> np.ndarray:
-    # Gemma multiplies by (1 + weight).
-    stored = gain - 1.0 if config["model_type"] == "gemma" else gain
-    return np.full(config["hidden_size"], stored, np.float32)

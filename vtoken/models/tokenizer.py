@@ -33,48 +33,31 @@ def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
 def _fast_tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert set(types) <= {_NORMAL, _CONTROL}, sorted(set(types))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = [
-        {
-            "id": token_id,
-            "content": tokens[token_id],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
+        {"id": token_id, "content": tokens[token_id], **flags, "special": True}
         for token_id, kind in enumerate(types)
         if kind == _CONTROL
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level = {
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
+    }  # fmt: skip
+    digits = {"type": "Digits", "individual_digits": True}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": special,
         "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Digits", "individual_digits": True},
-                {**byte_level, "use_regex": True},
-            ],
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, byte_level]},
         "post_processor": None,
-        "decoder": {**byte_level, "use_regex": True},
+        "decoder": byte_level,
         "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
+            "type": "BPE", "dropout": None, "unk_token": None,
+            "continuing_subword_prefix": None, "end_of_word_suffix": None,
+            "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
             "vocab": {token: token_id for token_id, token in enumerate(tokens)},
             "merges": [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]],
         },
-    }
+    }  # fmt: skip
 
 
 def _tokenizer_config(fields: dict[str, Any], template: str) -> dict[str, Any]:

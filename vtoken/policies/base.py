@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from math import ceil
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ __all__ = ["NO_IDS", "Policy", "RequestView", "Rule", "ScoreKind", "budget_token
 _SLACK = 1e-9  # keeps the ceiling of 0.3 * 10 from being 4
 
 
-class ScoreKind(str, Enum):
+class ScoreKind(StrEnum):
     """What the one float32 kept per KV slot means; the update rule of the scorer.
 
     `a` is a slot's attention probability in one step, summed over layers, heads and the step's

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import fields
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from vtoken.errors import ConfigError, nearest
 from vtoken.policies.base import Policy
@@ -27,7 +28,7 @@ BUILT_IN = {
 
 
 @cache
-def _installed() -> dict:
+def _installed() -> dict[str, EntryPoint]:
     return {ep.name: ep for ep in entry_points(group=ENTRY_POINT_GROUP)}
 
 
@@ -73,7 +74,7 @@ def make_policy(
     block_size: int,
     sink_tokens: int | None = None,
     recent_tokens: int | None = None,
-    **parameters,
+    **parameters: Any,
 ) -> Policy:
     """Build a policy; None for a parameter takes the policy's own default.
 

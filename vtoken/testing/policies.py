@@ -90,15 +90,15 @@ def _check_declaration(policy: Policy) -> None:
 def _check_answers(policy: Policy, cases: list[PolicyCase], allow_fewer: bool) -> None:
     """Ask about every request three times: in order, backwards, and with lazy arrays."""
     answers = [_ask(policy, case, entropy=1) for case in cases]
-    for case, victims in zip(cases, answers):
+    for case, victims in zip(cases, answers, strict=True):
         _check_answer(policy, case, victims, allow_fewer)
-    for case, victims in zip(reversed(cases), reversed(answers)):
+    for case, victims in zip(reversed(cases), reversed(answers), strict=True):
         again = _ask(policy, case, entropy=2)
         assert set(again) == set(victims), (
             f"{policy.name} names other ids when asked again about the same request: a decision "
             f"may depend on the view alone (chance from view.rng(), no memory), in {case}"
         )
-    for case, victims in zip(cases, answers):
+    for case, victims in zip(cases, answers, strict=True):
         lazily = _ask(policy, case, entropy=1, lazy=True)
         assert set(lazily) == set(victims), (
             f"{policy.name} names other ids when live ids and scores are computed on first use, "

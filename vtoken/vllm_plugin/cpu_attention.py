@@ -20,8 +20,9 @@ import torch
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from vtoken import kernels as vtoken_kernels
 from vtoken.errors import UnsupportedError
+from vtoken.kernels import load
+from vtoken.kernels.contract import Kernels, Layout
 from vtoken.kernels.scores import (
     ATTENTION_KINDS,
     WINDOW_QUERIES,
@@ -53,7 +54,7 @@ def use_small_blocks(layers: dict) -> None:
             layer.attn_backend = VTokenCPUAttentionBackend
 
 
-def probe(layer) -> vtoken_kernels.KVLayout:
+def probe(kernels: Kernels, layer) -> Layout:
     """Learn where vLLM's own op puts keys and values of this layer.
 
     Raises:
@@ -63,7 +64,7 @@ def probe(layer) -> vtoken_kernels.KVLayout:
     def write(key, value, kv, slots):
         layer.impl.do_kv_cache_update(layer, key, value, kv, slots)
 
-    return vtoken_kernels.probe_layout(write, layer.kv_cache)
+    return kernels.probe(write, layer.kv_cache)
 
 
 class StepWork:
@@ -90,15 +91,14 @@ class CPUAttention:
     """
 
     def __init__(self, runner, layers: dict, config, block_size: int) -> None:
-        self.kernels = vtoken_kernels.load()
+        self.kernels = load()
         self.layers = list(layers.values())
         first = self.layers[0]
         if any(getattr(layer.impl, "sinks", None) is not None for layer in self.layers):
             raise UnsupportedError(
                 "vtoken with", "attention sinks that are learned", "not in the CPU kernels yet"
             )
-        self.layout = probe(first)
-        vtoken_kernels.check_supported(self.layout, first.kv_cache.dtype)
+        self.layout = probe(self.kernels, first)
         self.block_size = block_size
         self.kvs = [layer.kv_cache for layer in self.layers]
         self.num_heads = sum(layer.impl.num_heads for layer in self.layers)
@@ -226,7 +226,6 @@ class CPUAttention:
             num_live_tokens=counts,
             num_queries=num_queries,
             num_counted=num_queries if counted < 0 else num_queries.clamp(max=counted),
-            num_layers=1,  # num_heads is already summed over layers
             num_heads=self.num_heads,
         )
         update_scores(

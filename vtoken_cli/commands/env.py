@@ -29,9 +29,10 @@ def kernels_in_use() -> dict[str, str]:
     """Load the kernels as an engine would, and say which they are and why."""
     try:
         from vtoken.kernels import describe, load
+
+        return describe(load())  # imports torch
     except ImportError as error:
         return {"attention": "none", "reason": f"{error.name} is not installed"}
-    return describe(load())
 
 
 def _compiler() -> dict[str, str | None]:

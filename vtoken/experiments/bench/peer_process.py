@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -143,10 +144,8 @@ class Peer:
 
     def close(self) -> None:
         """End the process: at the end of its input, or after a while by a signal."""
-        try:
+        with suppress(OSError):  # a job that was never read
             self.process.stdin.close()
-        except OSError:
-            pass  # a job that was never read
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:

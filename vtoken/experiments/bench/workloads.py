@@ -151,10 +151,7 @@ def _dataset(text: str, path: str, get_tokenizer, vocab_size: int, max_len: int 
     form = detect_format(path)
     if form == "text":
         raise ConfigError("--workload", text, f"lengths to cut prompts to, as in {path}:256+96")
-    if form in TRACE_LOADERS:
-        rows = load_workload(path)
-    else:
-        rows = load_workload(path, get_tokenizer())
+    rows = load_workload(path) if form in TRACE_LOADERS else load_workload(path, get_tokenizer())
     rows, note = leave_out_long(rows, text, max_len)
 
     def make(num: int, repeat: int) -> list[WorkloadRequest]:

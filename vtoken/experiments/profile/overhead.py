@@ -183,7 +183,8 @@ def event_rows(engines: Engines, profile: ProfileSettings, output_len: int) -> l
         return []
     what = {"planner": "us/event", "launch": "us/event", "rewrite": "us/event"}
     rows = [make_row(f"event/{n}/c{c}", unit, samples=samples[n]) for n, unit in what.items()]
-    return rows + [
+    return [
+        *rows,
         make_row(f"event/share_of_step/c{c}", "frac", samples=samples["share"]),
         make_row(f"event/moved_tokens/c{c}", "tokens/event", value=samples["moved"]),
         make_row(f"event/count/c{c}", "events", value=samples["events"]),

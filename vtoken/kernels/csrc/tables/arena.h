@@ -9,22 +9,28 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../describe.h"
+
 namespace vtoken {
 
-// A row of Arena.numbers; the order is that of NUMBERS.
-struct Numbers {
-  int64_t token_base, block_base, token_room, block_room;
-  int64_t computed, physical, live, blocks;
-  int64_t handles, free_handles;
-  int64_t dead_from, dead_to;
-};
+// A row of Arena.numbers: the name here, and in NUMBERS, whose order it is.
+#define VTT_NUMBERS(F)                                                                       \
+  F(token_base, token_base) F(block_base, block_base)                                        \
+  F(token_room, token_room) F(block_room, block_room)                                        \
+  F(computed, num_computed_tokens) F(physical, num_physical_tokens)                          \
+  F(live, num_live_tokens) F(blocks, num_blocks)                                             \
+  F(handles, num_handles) F(free_handles, num_free_handles)                                  \
+  F(dead_from, dead_from) F(dead_to, dead_to)
+#define VTT_NUMBER(name, python_name) int64_t name;
+struct Numbers { VTT_NUMBERS(VTT_NUMBER) };
 
-struct Arena {
-  Numbers* numbers;
-  int32_t *index_of, *live_in_chunk;
-  int32_t *row, *pos_of, *block_id, *live_in, *free_handle, *id_at;
-  int64_t num_rows, num_tokens, num_blocks, block_size;  // lengths; id_at has block_size a block
-};
+// Lengths last; id_at has block_size entries a block.
+#define VTT_ARENA(F)                                                                         \
+  F(Numbers*, numbers) F(int32_t*, index_of) F(int32_t*, live_in_chunk)                      \
+  F(int32_t*, row) F(int32_t*, pos_of) F(int32_t*, block_id) F(int32_t*, live_in)            \
+  F(int32_t*, free_handle) F(int32_t*, id_at)                                                \
+  F(int64_t, num_rows) F(int64_t, num_tokens) F(int64_t, num_blocks) F(int64_t, block_size)
+VT_STRUCT(Arena, VTT_ARENA);
 
 constexpr int64_t kChunkTokens = 64;
 

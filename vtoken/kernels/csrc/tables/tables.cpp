@@ -25,8 +25,6 @@ int64_t first_invalid(const Arena& arena, int64_t E, const int64_t* rows) {
 
 }  // namespace
 
-VT_API int vtk_variant() { return 1; }
-
 VT_API int64_t vtt_sync(const Arena* arena, int64_t E, const int64_t* rows,
                         const int64_t* new_counts, const int32_t* new_ids,
                         const int64_t* lengths) {
@@ -173,4 +171,15 @@ VT_API int64_t vtt_pack(const Arena* arena, int64_t E, const int64_t* rows, cons
   totals[1] = move_start[E];
   totals[2] = out.num_reused;
   return kOk;
+}
+
+VT_API const char* vt_describe() {
+#define VTT_TELL_NUMBER(name, python_name) " " #python_name
+  static const std::string text =
+      "variant tables\nchunk_tokens " + std::to_string(kChunkTokens) +
+      "\nnumbers" VTT_NUMBERS(VTT_TELL_NUMBER) "\n" + VT_TELL_STRUCT(Arena, VTT_ARENA) +
+      "functions" VT_TELL_CALL(vtt_sync) VT_TELL_CALL(vtt_oldest) VT_TELL_CALL(vtt_lowest_scored)
+          VT_TELL_CALL(vtt_count_below) VT_TELL_CALL(vtt_at_ranks) VT_TELL_CALL(vtt_draw)
+              VT_TELL_CALL(vtt_execute) VT_TELL_CALL(vtt_pack);
+  return text.c_str();
 }

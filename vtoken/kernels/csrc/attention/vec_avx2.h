@@ -1,21 +1,12 @@
-// Sixteen floats as a pair of AVX2 registers, and the three cell types a KV cache may hold.
+// Sixteen floats as a pair of AVX2 registers; included by vec.h.
 //
 // A bfloat16 vector is kept with its even elements in `a` and its odd ones in `b`: that costs one
 // shift and one mask for sixteen values, against four shuffles for the natural order. `ordered`
 // restores the order once a sum over many such vectors is complete.
 #pragma once
-#include <immintrin.h>
-
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-// Sums must live in registers: loops over rows and vectors are unrolled before anything else.
-#define VT_UNROLL _Pragma("GCC unroll 16")
+#define VT_VARIANT "avx2"
 
 namespace vt {
-
-constexpr int kVariant = 2;  // AVX2
 
 struct V16 {
   __m256 a, b;
@@ -180,12 +171,7 @@ struct BF16 {
     __m256i v = _mm256_packus_epi32(round(x.a), round(x.b));
     _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(v, 0xd8));
   }
-  static inline float get(T x) {
-    uint32_t u = uint32_t(x) << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-  }
+  static inline float get(T x) { return float_of_bf16(x); }
 };
 
 struct F16 {

@@ -1,17 +1,8 @@
-// Sixteen floats as one AVX-512 register (F, BW, DQ, VL). Same interface as vec_avx2.h.
+// Sixteen floats as one AVX-512 register (F, BW, DQ, VL); included by vec.h.
 #pragma once
-#include <immintrin.h>
-
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-// Sums must live in registers: loops over rows and vectors are unrolled before anything else.
-#define VT_UNROLL _Pragma("GCC unroll 16")
+#define VT_VARIANT "avx512"
 
 namespace vt {
-
-constexpr int kVariant = 512;
 
 struct V16 {
   __m512 v;
@@ -112,12 +103,7 @@ struct BF16 {
     r = _mm512_mask_mov_epi32(r, nan, _mm512_set1_epi32(0x7fc0));
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
   }
-  static inline float get(T x) {
-    uint32_t u = uint32_t(x) << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-  }
+  static inline float get(T x) { return float_of_bf16(x); }
 };
 
 struct F16 {

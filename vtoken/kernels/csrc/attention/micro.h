@@ -5,11 +5,7 @@
 // Both prefetch what comes next: the hardware does not follow a block table.
 #pragma once
 #include "plan.h"
-#ifdef VT_AVX512
-#include "vec_avx512.h"
-#else
-#include "vec_avx2.h"
-#endif
+#include "vec.h"
 
 namespace vt {
 

@@ -11,6 +11,7 @@
 #pragma once
 #include <atomic>
 #include <cstddef>
+#include <memory>
 
 #include "micro.h"
 
@@ -24,18 +25,45 @@ constexpr int64_t kSmallWork = 1 << 17;  // pairs * heads * head size below whic
 using Body = void (*)(void*);
 using GompParallel = void (*)(Body, void*, unsigned, unsigned);
 
-// Mirrored by ctypes in cpp.py. Strides are in cells.
-struct Args {
-  const Plan* plan;
-  const void *query, *kv;
-  void* out;           // null: scores only
-  float* step_scores;  // one per slot; null: no scores
-  void* workspace;
-  GompParallel parallel;  // null: one thread
-  int64_t workspace_bytes, query_stride, out_stride, block_stride, head_stride;
-  int32_t dtype, num_heads, num_kv_heads, head_size, k_group, num_threads;
-  float scale, softcap;
+// Run `work` on several threads of a pool, or here. The pool may give fewer than asked for.
+template <class F>
+static inline void in_parallel(GompParallel parallel, int threads, F work) {
+  if (threads > 1 && parallel)
+    parallel([](void* f) { (*(F*)f)(); }, &work, unsigned(threads), 0);
+  else
+    work();
+}
+
+// Memory of the calling thread, kept from call to call. What was in it is lost when it grows.
+struct Workspace {
+  std::unique_ptr<char[]> memory;
+  size_t size = 0;
+
+  static Workspace& of_thread() {
+    static thread_local Workspace kept;
+    return kept;
+  }
+  char* data() const { return (char*)((uintptr_t(memory.get()) + 63) / 64 * 64); }
+  char* hold(size_t bytes) {
+    if (size < bytes) {
+      size = bytes + bytes / 4;  // lengths grow by a token a step, allocations should not
+      memory.reset(new char[size + 64]);
+    }
+    return data();
+  }
 };
+
+// Strides are in cells.
+#define VT_ARGS(F)                                                                              \
+  F(const Plan*, plan) F(const void*, query) F(const void*, kv)                                 \
+  F(void*, out)              /* null: scores only */                                            \
+  F(float*, step_scores)     /* one per slot; null: no scores */                                \
+  F(GompParallel, parallel)  /* null: one thread */                                             \
+  F(int64_t, query_stride) F(int64_t, out_stride)                                               \
+  F(int64_t, block_stride) F(int64_t, head_stride)                                              \
+  F(int32_t, dtype) F(int32_t, num_heads) F(int32_t, num_kv_heads) F(int32_t, head_size)        \
+  F(int32_t, k_group) F(int32_t, num_threads) F(float, scale) F(float, softcap)
+VT_STRUCT(Args, VT_ARGS);
 
 struct Item {
   int32_t request;
@@ -90,7 +118,7 @@ struct Share {
   size_t sum;    // of the request: [g][16] (decode), [s_len] (chunk)
 };
 
-// Carves the workspace; with a null base it only counts.
+// Carves the workspace. Where that is shorter than `total`, nothing may be used.
 struct Space {
   std::atomic<int32_t>* remaining;  // items of a request that are not done
   std::atomic<int32_t>* buffer;     // where its Partial is, -1: nowhere yet
@@ -102,13 +130,14 @@ struct Space {
   size_t num_items = 0, partial_each = 0, scratch_each = 0, total = 0;
   size_t sq, so, sp, sstat;  // offsets into one thread's scratch, in floats
 
-  Space(const Plan& plan, const Shape& s, int threads, char* base) {
+  Space(const Plan& plan, const Shape& s, int threads, const Workspace& memory) {
+    char* const base = memory.data();
     const size_t R = plan.requests.size();
     size_t at = 0, sums = 0;
     auto take = [&](size_t bytes) {
       size_t here = at;
       at += (bytes + 63) / 64 * 64;
-      return base ? base + here : nullptr;
+      return at <= memory.size ? base + here : nullptr;
     };
     auto claim = [&](size_t n) {
       size_t here = sums;
@@ -136,7 +165,7 @@ struct Space {
       }
       if (size_t(r.max_ld) > width) width = r.max_ld;
       if (size_t(r.t1 - r.t0) > max_tiles) max_tiles = r.t1 - r.t0;
-      if (base) shares[i] = sh;
+      if (shares) shares[i] = sh;
     }
     floats = (float*)take(sums * sizeof(float));
     // A request in flight has an item in some thread's hands: as many as there are threads.

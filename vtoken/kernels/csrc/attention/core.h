@@ -100,10 +100,7 @@ struct Core {
         if (a.softcap != 0.f)
           y = mul(tanh16(mul(y, splat(1.f / a.softcap))), splat(a.softcap));
         float* dst = p + r * ld + g[i].live0 - live0;
-        if (g[i].mask == 0xffff)
-          store(dst, y);
-        else
-          compress_store(dst, y, g[i].mask);
+        g[i].mask == 0xffff ? store(dst, y) : compress_store(dst, y, g[i].mask);
       }
   }
 

@@ -98,10 +98,7 @@ struct Decode {
       for (int k = 0; k < n; k += 16) store(kept + k, load(x + k));
     }
     if (!c.a.out) return;
-    if (!steps) {
-      c.tile_values(w.p, s.G, t, h, w.rows, o);
-      return;
-    }
+    if (!steps) return c.tile_values(w.p, s.G, t, h, w.rows, o);
     const Ahead<T> k{c.head(last ? part.h0 : h + 1), last ? k_at + 16 * (g1 - g) : k_at,
                      c.a.k_group, c.a.k_group};
     c.values(w.p, s.G, ld, h, w.rows + live0 - t.live0, n, o, k);
@@ -138,8 +135,7 @@ struct Decode {
           V16 x = exp16(sub(load(all.hist + place * s.HQ + hq), load(top + hq)));
           store(factor + hq, mul(x, load(inverse + hq)));
         }
-        step_sums(plan.tiles[t], g, all.p + place * s.HQ * 16, factor,
-                  sums + place * 16);
+        step_sums(plan.tiles[t], g, all.p + place * s.HQ * 16, factor, sums + place * 16);
       }
   }
 

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "../describe.h"
+
 namespace vt {
 
 constexpr int kGroup = 16;       // tokens
@@ -47,7 +49,6 @@ struct Plan {
   int block_size = 0;
   int max_block = -1;        // largest block id read
   int num_queries = 0;       // query rows read
-  int64_t live_tokens = 0;   // over all requests
   int64_t pairs = 0;         // query-key pairs, about
   bool shared_slots = false;  // a block belongs to two requests: scores must be added in order
   std::vector<Group> groups;
@@ -60,12 +61,16 @@ struct Plan {
   }
 };
 
-struct PlanInput {
-  const int32_t *block_table, *seq_lens, *query_start_loc, *score_queries;
-  const uint64_t* mask;  // bit i of a row = physical index i; null: all live
-  int64_t table_stride, mask_stride;
-  int32_t num_requests, table_width, block_size;
-};
+// What a plan is made from; `live` (one number for each request) and what follows are results.
+#define VT_PLAN_ARGS(F)                                                                       \
+  F(const int32_t*, block_table) F(const int32_t*, seq_lens)                                  \
+  F(const int32_t*, query_start_loc)                                                          \
+  F(const uint64_t*, mask)  /* bit i of a row = physical index i; null: all live */           \
+  F(int64_t, table_stride) F(int64_t, mask_stride)                                            \
+  F(int32_t, num_requests) F(int32_t, table_width) F(int32_t, block_size)                     \
+  F(int32_t, score_queries) /* that count, the last ones of a request; negative: all */       \
+  F(int32_t, error) F(int32_t, max_block) F(int32_t, num_queries) F(int32_t*, live)
+VT_STRUCT(PlanArgs, VT_PLAN_ARGS);
 
 static inline void close_tile(Plan& p, Request& r, Tile& t, int live) {
   t.g1 = int(p.groups.size());
@@ -78,7 +83,7 @@ static inline void close_tile(Plan& p, Request& r, Tile& t, int live) {
   p.tiles.push_back(t);
 }
 
-static int plan_request(Plan& p, const PlanInput& in, int index) {
+static int plan_request(Plan& p, const PlanArgs& in, int index) {
   const int N = in.block_size, len = in.seq_lens[index];
   Request r{};
   r.q0 = in.query_start_loc[index];
@@ -92,7 +97,7 @@ static int plan_request(Plan& p, const PlanInput& in, int index) {
   }
   if (len < r.n) return kTooFewKeys;
   if ((len + N - 1) / N > in.table_width) return kBadBlock;
-  const int want = in.score_queries[index];
+  const int want = in.score_queries;
   r.counted = want < 0 || want > r.n ? r.n : want;
 
   const int32_t* table = in.block_table + index * in.table_stride;
@@ -125,7 +130,6 @@ static int plan_request(Plan& p, const PlanInput& in, int index) {
   close_tile(p, r, t, live);
   r.nlive = live;
   r.t1 = int(p.tiles.size());
-  p.live_tokens += live;
   p.pairs += int64_t(live) * r.n;
   p.requests.push_back(r);
   return kPlanOk;
@@ -144,7 +148,7 @@ static bool has_shared_blocks(const Plan& p) {
   return false;
 }
 
-static int make_plan(Plan& p, const PlanInput& in) {
+static bool make_plan(Plan& p, PlanArgs& in) {
   p.block_size = in.block_size;
   p.requests.reserve(in.num_requests);
   int64_t most = 0;
@@ -153,9 +157,12 @@ static int make_plan(Plan& p, const PlanInput& in) {
     most += std::min(std::max<int64_t>(in.seq_lens[i], 0), longest) / kGroup + 1;
   p.groups.reserve(std::size_t(most));
   for (int i = 0; i < in.num_requests; i++)
-    if (int error = plan_request(p, in, i)) return error | i << 8;
+    if (const int error = plan_request(p, in, i)) return in.error = error | i << 8, false;
   p.shared_slots = has_shared_blocks(p);
-  return kPlanOk;
+  in.max_block = p.max_block;
+  in.num_queries = p.num_queries;
+  for (int i = 0; i < in.num_requests; i++) in.live[i] = p.requests[i].nlive;
+  return true;
 }
 
 }  // namespace vt

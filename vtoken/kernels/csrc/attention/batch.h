@@ -31,10 +31,7 @@ struct Batch {
   void run(int threads) {
     for (num_free = 0; num_free < threads; num_free++) space.free_buffers[num_free] = num_free;
     list_items();
-    if (threads > 1)
-      a.parallel([](void* self) { ((Batch*)self)->work(); }, this, unsigned(threads), 0);
-    else
-      work();
+    in_parallel(a.parallel, threads, [this] { work(); });
     if (plan.shared_slots)
       for (size_t i = 0; i < plan.requests.size(); i++) scatter(int(i));
   }
@@ -57,13 +54,12 @@ struct Batch {
       }
   }
 
-  // One thread. The pool may give fewer threads than asked for: items are taken, not assigned.
+  // One thread of maybe fewer than were asked for: items are taken, not assigned.
   void work() {
     float* f = (float*)(space.scratch + space.scratch_each * next_thread.fetch_add(1));
     Scratch w{(int64_t*)f, f + space.sq, f + space.so, f + space.sstat, f + space.sp, -1};
-    for (;;) {
-      const int64_t i = next_item.fetch_add(1, std::memory_order_relaxed);
-      if (i >= int64_t(space.num_items)) return;
+    const int64_t items = space.num_items;
+    for (int64_t i; (i = next_item.fetch_add(1, std::memory_order_relaxed)) < items;) {
       const Item& it = space.items[i];
       if (plan.requests[it.request].n == 1) {
         decode_item(it, w);
