@@ -168,10 +168,7 @@ def _choose_blocks(change: Change) -> None:
     change.packs = packs_now(
         table, change.num_new_tokens, rules.fragmentation_threshold, change.under_pressure
     )
-    if change.packs:
-        kept = _kept_when_packed(change)
-    else:
-        kept = _without_dead_blocks(table)
+    kept = _kept_when_packed(change) if change.packs else _without_dead_blocks(table)
     in_row = np.zeros(table.num_blocks, bool)
     in_row[kept] = True
     change.has_evicted = True

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from vtoken.core.counters import Counters
-from vtoken.recording.trace import TraceEntry
 from vtoken.core.invariants import check_pool, check_row, check_table
+from vtoken.recording.trace import TraceEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ class StepEngine(ABC):
         free = self.block_pool.get_num_free_blocks()
         if free != self.num_usable_blocks:
             wrong.append(f"{self.num_usable_blocks - free} blocks are still held by nobody")
-        if self.hooks is not None and (self.hooks.requests.by_id or len(self.hooks.requests.tables)):
+        if self.hooks is not None and (
+            self.hooks.requests.by_id or len(self.hooks.requests.tables)
+        ):
             wrong.append(f"tables are left of {sorted(self.hooks.requests.by_id)}")
         if self.hooks is not None and self.hooks.admission.num_claimed:
             wrong.append(f"{self.hooks.admission.num_claimed} blocks are still reserved for nobody")

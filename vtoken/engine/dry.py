@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vtoken.core.messages import ScoreReport, WorkerReport
 from vtoken.config import VTokenConfig
+from vtoken.core.messages import ScoreReport, WorkerReport
 from vtoken.engine.base import FinishedRequest, StepEngine
 from vtoken.engine.fast_forward import TOKEN, BulkSteps, FastForward
 from vtoken.errors import ConfigError

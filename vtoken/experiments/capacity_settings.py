@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vtoken.config import VTokenConfig
+from vtoken.core.budget import peak_tokens
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError, nearest
 from vtoken.experiments.capacity_search import AUTO, parse_concurrency
 from vtoken.experiments.results import MODES
-from vtoken.policies.base import ScoreKind
+from vtoken.policies.base import ScoreKind, score_window
 from vtoken.policies.registry import policy_class
 from vtoken.units import cdiv
-from vtoken.policies.base import score_window
-from vtoken.core.budget import peak_tokens
 
 DEFAULT_MODES = ("native", "naive", "vtoken")
 DEFAULT_POLICY = "random"

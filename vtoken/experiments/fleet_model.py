@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vtoken.core.budget import peak_tokens
 from vtoken.engine.observe import RunStats
 from vtoken.errors import ConfigError
 from vtoken.experiments.capacity_settings import Series
 from vtoken.experiments.cost_model import StepWork
 from vtoken.experiments.replicas import RequestOutcome
 from vtoken.units import cdiv
-from vtoken.core.budget import peak_tokens
 from vtoken.workloads.request import WorkloadRequest
 
 SAMPLE_REQUESTS = 400

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vtoken.core.budget import peak_tokens
 from vtoken.errors import ConfigError
 from vtoken.experiments.capacity import CapacityScan
 from vtoken.experiments.capacity_engines import DryEngines
@@ -30,7 +31,6 @@ from vtoken.experiments.devices import (
 from vtoken.experiments.modelled_clock import ModelledClock, StepCost
 from vtoken.experiments.recorded_scores import is_scored
 from vtoken.units import cdiv
-from vtoken.core.budget import peak_tokens
 
 SCORE_FREE = ("streaming-llm", "sliding-window", "random")
 BATCHED_TOKENS = 8192  # vLLM's default on large devices, and the overhead rule's

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vtoken.core.budget import peak_tokens
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.engine.observe import Observer
 from vtoken.errors import EngineError
 from vtoken.experiments.modelled_clock import ModelledClock, StepCost
 from vtoken.units import cdiv
-from vtoken.core.budget import peak_tokens
 from vtoken.workloads.request import WorkloadRequest
 
 DEMAND_SAMPLES = 600

@@ -6,10 +6,9 @@ logical ids to evict; the backend decides what that does to memory.
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from math import ceil
 from typing import ClassVar
 
@@ -133,7 +132,7 @@ class RequestView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(ABC):
+class Policy:
     """Base of all policies. The fields are the parameters.
 
     A policy that only ranks its candidates names a `rule`; every other one writes `evict`.

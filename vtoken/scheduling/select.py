@@ -282,7 +282,10 @@ class Selector:
         scored: list[ScoredIds | None] | None = None
         if any(s.needs_scores for s in asked.states):
             scored = [self._scores(s) if s.needs_scores else None for s in asked.states]
-            here = [p is not None or not s.needs_scores for s, p in zip(asked.states, scored)]
+            here = [
+                p is not None or not s.needs_scores
+                for s, p in zip(asked.states, scored, strict=True)
+            ]
             if not all(here):
                 asked, scored = asked.only(here), list(compress(scored, here))
         if not asked.states:
@@ -326,13 +329,17 @@ class Selector:
         states, counts = asked.states, asked.num_evict
         budget, policy = states[0].budget, states[0].budget.policy
         lengths = [s.request.num_computed_tokens for s in states]
-        budgets = budget.all_tokens([n - s.num_protected for n, s in zip(lengths, states)])
+        budgets = budget.all_tokens(
+            [n - s.num_protected for n, s in zip(lengths, states, strict=True)]
+        )
         first_ids, end_ids = policy.candidate_bounds(lengths, budgets, protected)
         tables = [s.table for s in states]
         if policy.rule is Rule.OLDEST:
             ids, found = self.ops.oldest(tables, first_ids, end_ids, counts)
         elif policy.rule is Rule.RANDOM_DRAW:
-            seeds = [(self.config.seed, s.prompt_hash, n) for s, n in zip(states, lengths)]
+            seeds = [
+                (self.config.seed, s.prompt_hash, n) for s, n in zip(states, lengths, strict=True)
+            ]
             ids, found = draw_ids(self.ops, tables, first_ids, end_ids, counts, seeds)
         else:
             sign = 1 if policy.rule is Rule.LOWEST_SCORE else -1

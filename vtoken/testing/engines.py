@@ -15,8 +15,8 @@ import copy
 import numpy as np
 
 from vtoken.config import VTokenConfig
-from vtoken.core.messages import StepPlan
 from vtoken.core.invariants import check_step_plan
+from vtoken.core.messages import StepPlan
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.errors import InvariantViolation
 from vtoken.testing.faults import PlanFault

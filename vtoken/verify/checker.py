@@ -12,7 +12,6 @@ from vtoken.verify.report import ReplayLog, make_report, save_report
 logger = logging.getLogger("vllm.vtoken")
 
 
-
 def replay_settings(vllm_config) -> dict[str, object]:
     """What an engine of the same behaviour is built from; keys are EngineSettings' fields."""
     model, cache = vllm_config.model_config, vllm_config.cache_config

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from vtoken.config import VTokenConfig
-from vtoken.recording.trace import TraceEntry
 from vtoken.engine.base import StepEngine
 from vtoken.engine.run import RunResult, run_requests
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import InvariantViolation
+from vtoken.recording.trace import TraceEntry
 from vtoken.verify.base import Tally
 
 

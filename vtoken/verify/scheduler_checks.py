@@ -10,7 +10,6 @@ import time
 
 import numpy as np
 
-from vtoken.core.messages import StepPlan
 from vtoken.core.invariants import (
     check_conservation,
     check_packed,
@@ -20,6 +19,7 @@ from vtoken.core.invariants import (
     check_step_plan,
     check_unique_mapping,
 )
+from vtoken.core.messages import StepPlan
 from vtoken.verify.base import Tally
 from vtoken.verify.checker import Checker
 from vtoken.verify.plan import Arrival, CheckPlan, RequestCheck

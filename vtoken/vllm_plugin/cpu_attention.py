@@ -20,6 +20,7 @@ import torch
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from vtoken.core.messages import ScoreReport
 from vtoken.errors import UnsupportedError
 from vtoken.kernels import load
 from vtoken.kernels.contract import Kernels, Layout
@@ -32,7 +33,6 @@ from vtoken.kernels.scores import (
     update_scores,
 )
 from vtoken.policies.base import ScoreKind
-from vtoken.core.messages import ScoreReport
 
 # Pools of up to so many slots are added up as a whole: under 0.1 ms, where listing the live slots
 # of a batch takes several times that.
