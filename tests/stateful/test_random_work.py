@@ -14,8 +14,8 @@ from vtoken.core.table import RequestTable
 from vtoken.engine.dry import DrySettings
 from vtoken.errors import InvariantViolation
 from vtoken.testing.engines import CheckedDryEngine
-from vtoken.testing.faults import PLAN_FAULTS
 from vtoken.testing.random_work import Workload, drive
+from vtoken.verify.catalogue import PLAN_FAULTS
 
 # name -> (VTokenConfig settings, prefix caching, asynchronous)
 RUNS = {

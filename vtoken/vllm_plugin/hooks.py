@@ -97,7 +97,7 @@ class SchedulerHooks:
         self.pressure = PressureControl(self)
         self.checker = None
         if config.hash_kv_every:
-            from vtoken.vllm_plugin.checks import SchedulerChecker  # brings torch in
+            from vtoken.checks.scheduler_side import SchedulerChecker
 
             self.checker = SchedulerChecker(self)
         self.admission = Admission(self, self.pressure.low)
