@@ -53,7 +53,7 @@ class Fault:
         name: in the words of the result's table.
         where: SCHEDULER, KERNEL or WORKER of a real engine; PLAN: between the two, where a dry
             engine with a worker model checks itself (`vtoken.testing.engines`).
-        check: which check must report it; in a PLAN, which invariant must.
+        check: which check must report it; in a PLAN, which invariants may (`A or B`).
         make: takes the engine and returns {seam: wrapper}; in a PLAN, takes the StepPlan and a
             generator, and says whether there was anything to damage.
         config: VTokenConfig fields of the run.

@@ -21,7 +21,7 @@ def plan_skips_a_copy(plan: StepPlan, rng: np.random.Generator) -> bool:
     return True
 
 
-@fault("two destinations swapped", PLAN, "I3")
+@fault("two destinations swapped", PLAN, "I1")
 def plan_swaps_destinations(plan: StepPlan, rng: np.random.Generator) -> bool:
     if len(plan.move_source) < 2:
         return False
@@ -36,7 +36,7 @@ def plan_swaps_ends(plan: StepPlan, rng: np.random.Generator) -> bool:
     return len(plan.move_source) > 0
 
 
-@fault("a row left as it was", PLAN, "I3")
+@fault("a row left as it was", PLAN, "I1 or I3")
 def plan_leaves_a_row(plan: StepPlan, rng: np.random.Generator) -> bool:
     rows = np.flatnonzero(plan.rewrites_row)
     if not len(rows):
@@ -63,7 +63,7 @@ def plan_reuses_the_next_slot(plan: StepPlan, rng: np.random.Generator) -> bool:
     return len(r) > 0
 
 
-@fault("a length off by one", PLAN, "I3")
+@fault("a length off by one", PLAN, "I2 or I3")
 def plan_miscounts_a_length(plan: StepPlan, rng: np.random.Generator) -> bool:
     r = np.flatnonzero(plan.num_reclaimed > 0)
     plan.num_reclaimed[r[:1]] -= 1
