@@ -45,8 +45,8 @@ def test_events_then_a_replayed_fault(tmp_path) -> None:
 
 def _violation_report() -> dict:
     """What a run with a fault in it would have left: its settings, requests and the fault."""
+    from vtoken.checks.report import REPORT_VERSION
     from vtoken.config import VTokenConfig
-    from vtoken.verify.report import REPORT_VERSION
     from vtoken.verify.workloads import staggered_prompts
 
     config = VTokenConfig(kv_budget_tokens=44, eviction_interval_tokens=8)
@@ -75,6 +75,8 @@ def _violation_report() -> dict:
         (("--suite", "speed"), "--suite"),
         (("--replay", "nowhere.json"), "--replay"),
         (("--model", "./nowhere"), "--model"),
+        (("--mode", "native", "--suite", "faults"), "--mode"),
+        (("--mode", "indirection", "--hash-kv"), "--mode"),
     ],
 )
 def test_bad_usage_ends_with_2(tmp_path, args, named) -> None:

@@ -1,7 +1,12 @@
-"""Clients that go away: their blocks come back at once, nobody else notices."""
+"""Clients that go away: their blocks come back at once, no other client notices.
+
+On a busy machine a stream may be over before its client gets to leave it. So nothing here waits for
+two streams to run at once: what was generated in all says whether the one was cut.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -10,36 +15,61 @@ pytest.importorskip("openai")
 pytestmark = pytest.mark.vllm
 
 PROMPT = "the mill ground nothing but slow rain and the miller did not mind " * 3
+NUM_TOKENS = 800
+MOST_TRIES = 20
 
 
-def _stream(server, max_tokens: int):
+def _stream(server):
     return server.client().completions.create(
-        model="tiny-llama", prompt=PROMPT, max_tokens=max_tokens, stream=True,
+        model="tiny-llama", prompt=PROMPT, max_tokens=NUM_TOKENS, stream=True,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
 
 
-def test_blocks_of_a_client_that_left_return_within_a_step(idle_server):
-    leaves, stays = _stream(idle_server, 500), _stream(idle_server, 500)
-    next(iter(leaves)), next(iter(stays))
-    both = idle_server.engine()
-    assert both["num_running"] == 2
-    leaves.response.close()
+def _num_generated(server) -> float:
+    """Tokens that the server has generated since it started; of an idle server."""
+    text = server.ask("/metrics")[2]
+    return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)[1])
 
-    after = both
-    for _ in range(200):
-        after = idle_server.engine()
-        if after["num_running"] == 1:
-            break
+
+def _first_state_without(server, stream_id: str) -> dict:
+    """The first state of the engine seen that no longer has this request."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        state = server.engine()
+        if not any(row["id"].startswith(stream_id) for row in state["requests"]):
+            return state
         time.sleep(0.02)
-    assert after["num_running"] == 1, "the request of the client that left goes on"
+    raise AssertionError("the request of the client that left goes on")
+
+
+def _leave_one_of_two(server) -> float:
+    """Leave one of two streams; returns how many tokens were generated for both."""
+    before = _num_generated(server)
+    leaves, stays = _stream(server), _stream(server)
+    stream_id = next(iter(leaves)).id
+    leaves.response.close()
+    state = _first_state_without(server, stream_id)
     # In the first state without it, its blocks are gone too: nothing is held for a later step.
-    assert after["blocks"]["owned"] == after["requests"][0]["blocks"]
-    assert len(list(stays)) > 0, "the other stream was cut"
+    held = [row["blocks"] for row in state["requests"]]
+    assert state["blocks"]["owned"] == sum(held)
+    finish_reasons = [chunk.choices[0].finish_reason for chunk in stays]
+    assert finish_reasons[-1] == "length", "the other stream was cut"
+    server.wait_idle()
+    return _num_generated(server) - before
+
+
+def test_blocks_of_a_client_that_left_return_within_a_step(idle_server):
+    for _ in range(MOST_TRIES):
+        num_generated = _leave_one_of_two(idle_server)
+        assert num_generated >= NUM_TOKENS
+        if num_generated < 2 * NUM_TOKENS:
+            return
+    raise AssertionError("no stream was ever cut: each went on to its end")
 
 
 def test_many_clients_that_leave(idle_server):
-    streams = [_stream(idle_server, 500) for _ in range(5)]
+    streams = [_stream(idle_server) for _ in range(5)]
     for stream in streams:
         next(iter(stream))
     for stream in streams:

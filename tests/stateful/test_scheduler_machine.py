@@ -14,8 +14,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from policy_references import reference_victims
 
 from vtoken.errors import InvariantViolation
-from vtoken.testing.faults import PLAN_FAULTS
 from vtoken.testing.state_machine import scheduler_machine
+from vtoken.verify.catalogue import PLAN_FAULTS
 
 
 def profile(max_examples: int, num_rules: int, **changes) -> settings:

@@ -7,20 +7,15 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from vtoken.checks.base import CHECKS, INVARIANTS, Tally, invariant_of
+from vtoken.checks.operations import Operation, OperationLog, check_order
+from vtoken.checks.plan import Arrival
+from vtoken.checks.report import KEEP_PROMPT_TOKENS, ReplayLog, make_report, save_report
 from vtoken.config import VTokenConfig
 from vtoken.core.messages import Layout, plan_of_layouts
 from vtoken.errors import ConfigError
-from vtoken.verify.base import CHECKS, INVARIANTS, Tally, invariant_of
-from vtoken.verify.matrix import ALL_KINDS, LAYOUTS, PAIRWISE, build_matrix
-from vtoken.verify.operations import Operation, OperationLog, check_order
-from vtoken.verify.plan import Arrival
-from vtoken.verify.report import (
-    KEEP_PROMPT_TOKENS,
-    ReplayLog,
-    load_report,
-    make_report,
-    save_report,
-)
+from vtoken.verify.matrix import ALL_KINDS, LAYOUTS, PAIRWISE, build_matrix, layouts_of
+from vtoken.verify.replay import load_report
 
 SOURCE, DESTINATION = np.array([40, 41]), np.array([18, 19])
 
@@ -85,7 +80,7 @@ def _cache(dtype_name: str, k_group: int):
 @pytest.mark.parametrize("k_group", [32, 16])
 def test_a_slot_hash_sees_every_cell_and_nothing_else(dtype_name, k_group) -> None:
     torch, kvs, layout = _cache(dtype_name, k_group)
-    from vtoken.verify.hashing import SlotHasher
+    from vtoken.checks.hashing import SlotHasher
 
     hasher = SlotHasher(kvs, layout)
     slots = np.arange(32, 128)
@@ -110,7 +105,7 @@ def test_a_slot_hash_sees_every_cell_and_nothing_else(dtype_name, k_group) -> No
 
 def test_a_slot_hash_moves_with_the_token() -> None:
     torch, kvs, layout = _cache("float32", 32)
-    from vtoken.verify.hashing import SlotHasher, digest
+    from vtoken.checks.hashing import SlotHasher, digest
 
     hasher = SlotHasher(kvs, layout)
     source, target = np.array([40, 70, 99]), np.array([65, 33, 127])
@@ -162,14 +157,33 @@ def test_a_cell_fits_its_policy_and_what_the_user_says_wins() -> None:
 
 def test_a_cell_in_which_nothing_was_evicted_shows_nothing() -> None:
     pytest.importorskip("torch")
-    from vtoken.testing.reference import ReferenceResult
-    from vtoken.verify.suites import CellResult, Report
+    from vtoken.verify.findings import CellResult, Report
+    from vtoken.verify.reference import ReferenceResult
 
     cell = next(iter(build_matrix(["h2o"], ["packed"], full=False).values()))[0]
-    report = Report(cells=[CellResult(cell, Tally(changes=1), ReferenceResult())])
+    report = Report(cells=[CellResult(cell, Tally(changes=1), ReferenceResult(tokens=9))])
     assert report.passed
-    report.cells.append(CellResult(cell, Tally(), ReferenceResult()))
+    report.cells.append(CellResult(cell, Tally(), ReferenceResult(tokens=9)))
     assert not report.passed and "nothing was evicted" in report.failures()[0]
+    report.cells[1] = CellResult(cell, Tally(changes=1), ReferenceResult())
+    assert not report.passed and "no token was compared" in report.failures()[0]
+
+
+def test_a_run_in_which_nothing_happened_is_a_failure() -> None:
+    pytest.importorskip("torch")
+    from vtoken.verify.findings import Report
+
+    assert Report().failures() == ["nothing was checked"]
+    assert Report(tally=Tally(changes=1)).passed
+    (failure,) = Report(tally=Tally(changes=1), idle=["h2o"]).failures()
+    assert failure == "nothing was relocated, so nothing was shown, for: h2o"
+
+
+@pytest.mark.parametrize("mode", ["native", "indirection", "sideways"])
+def test_a_mode_without_evictions_is_refused(mode) -> None:
+    with pytest.raises(ConfigError, match="--mode .*nothing to verify"):
+        layouts_of(mode)
+    assert layouts_of("naive") == ["naive"] and layouts_of(None) == list(LAYOUTS)
 
 
 # ---- reports ------------------------------------------------------------------------------------

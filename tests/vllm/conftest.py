@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 @pytest.fixture(scope="session")
 def hf_model(model_path):
     """Function from an embedded model's name to its Hugging Face form, eager and float32."""
-    from vtoken.testing.reference import load_reference
+    from vtoken.verify.reference import load_reference
 
     loaded: dict = {}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from vtoken.policies.base import ScoreKind
-from vtoken.testing.reference import attention_mask
+from vtoken.verify.reference import attention_mask
 
 
 class HFScores:

@@ -8,8 +8,8 @@ import numpy as np
 from one_engine import traces
 from policy_references import reference_victims
 
-from vtoken.testing.oracle import Rules
-from vtoken.testing.reference import ReferenceResult, compare
+from vtoken.verify.oracle import Rules
+from vtoken.verify.reference import ReferenceResult, compare
 
 CLOSE = 5e-5  # natural log; float32 sums in another order
 

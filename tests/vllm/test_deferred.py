@@ -16,7 +16,7 @@ from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError, UnsupportedError
 from vtoken.policies.base import ScoreKind
 from vtoken.policies.registry import BUILT_IN, policy_class
-from vtoken.testing.reference import ReferenceResult, compare
+from vtoken.verify.reference import ReferenceResult, compare
 
 pytestmark = pytest.mark.vllm
 

@@ -85,7 +85,7 @@ def test_several_samples_of_one_prompt_equal_the_reference(shared_prefix, hf_mod
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from vtoken.testing.reference import compare
+    from vtoken.verify.reference import compare
 
     changes = {"kv_budget_tokens": 30, "shared_prefix": shared_prefix}
     engine = engine_for(config_of(**changes), **SETTINGS)

@@ -6,9 +6,9 @@ import os
 
 import pytest
 from one_engine import engine_for
+from prefix_schedules import Sizes, check_schedule
 
 from vtoken.config import VTokenConfig
-from vtoken.testing.prefix_schedules import Sizes, check_schedule
 
 pytestmark = pytest.mark.vllm
 

@@ -14,7 +14,7 @@ from replay import assert_equals_reference
 
 from vtoken.config import VTokenConfig
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.checks import tallies
+from vtoken.verify.runs import tallies
 from vtoken.vllm_plugin.scheduler import VTokenAsyncScheduler
 from vtoken.workloads.chat import LengthBounds, load_sharegpt
 from vtoken.workloads.longbench import load_longbench

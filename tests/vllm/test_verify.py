@@ -6,15 +6,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vtoken.checks.base import CHECKS, INVARIANTS
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings
 from vtoken.models import resolve_model
-from vtoken.verify.base import CHECKS, INVARIANTS
-from vtoken.verify.faults import FAULTS, run_fault
+from vtoken.verify.catalogue import LIVE_FAULTS
+from vtoken.verify.findings import Report
 from vtoken.verify.matrix import LAYOUTS, build_matrix
 from vtoken.verify.replay import replay
 from vtoken.verify.runs import EngineHolder, run_checked
-from vtoken.verify.suites import FAULT_SETTINGS, Report, run_coverage, run_events
+from vtoken.verify.suites import FAULT_SETTINGS, run_coverage, run_events, run_fault
 from vtoken.verify.workloads import staggered_prompts
 
 pytestmark = pytest.mark.vllm
@@ -68,7 +69,7 @@ def test_every_nth_event_only(holder) -> None:
     assert none.changes == 0 and none.hashed_tokens == 0
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
+@pytest.mark.parametrize("fault", LIVE_FAULTS, ids=lambda f: f.name)
 def test_every_fault_is_reported_by_its_check(holder, fault) -> None:
     result = run_fault(holder, fault)
     assert result.detected, (fault.check, result.reported_check, result.report.get("message"))
@@ -79,20 +80,20 @@ def test_every_fault_is_reported_by_its_check(holder, fault) -> None:
 
 
 def test_the_faults_cover_every_check() -> None:
-    assert {f.check for f in FAULTS} == set(CHECKS)
-    assert len({f.name for f in FAULTS}) == len(FAULTS) >= 15
+    assert {f.check for f in LIVE_FAULTS} == set(CHECKS)
+    assert len({f.name for f in LIVE_FAULTS}) == len(LIVE_FAULTS) >= 15
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_without_a_check_the_suite_fails(holder, check) -> None:
     """Each check is the only one that reports some fault under its name."""
-    fault = next(f for f in FAULTS if f.check == check)
+    fault = next(f for f in LIVE_FAULTS if f.check == check)
     result = run_fault(holder, fault, off=[check])
     assert not result.detected and not result.row()["detected"]
 
 
 def test_a_violation_can_be_replayed(holder) -> None:
-    fault = next(f for f in FAULTS if f.name == "one layer missed")
+    fault = next(f for f in LIVE_FAULTS if f.name == "one layer missed")
     report = run_fault(holder, fault).report
     holder.close()  # a process holds one engine
     violation, _ = replay(report)

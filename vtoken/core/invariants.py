@@ -3,7 +3,7 @@
 Each returns a list of sentences, empty when the invariant holds. Unit tests, the stateful test,
 `vtoken verify` and sampled checks in production call the same functions.
 
-    I1 token conservation   `hash_rows`-based, see vtoken.vllm_plugin.checks (needs KV bytes)
+    I1 token conservation   over K/V bytes, see vtoken.checks.worker_side
     I2 unique mapping       `check_unique_mapping`
     I4 layout-aware plans   `check_step_plan`, `check_release`
     conservation            `check_conservation`, `check_pool`

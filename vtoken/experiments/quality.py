@@ -150,7 +150,7 @@ def explain(model, pair: Pair, prompt_ids: Sequence[int], entries) -> dict[str, 
     """Say why a pair differs: the reference's two best logits at the first token that does.
 
     Args:
-        model: from vtoken.testing.reference.load_reference.
+        model: from vtoken.verify.reference.load_reference.
         entries: naive's trace of this request.
     """
     at = pair.first_difference
@@ -167,7 +167,7 @@ def _top_two(model, prompt_ids, output_ids, at: int, entries) -> tuple[float, li
     """Gap between the two best logits before generated token `at`, and their ids."""
     import torch
 
-    from vtoken.testing.reference import attention_mask
+    from vtoken.verify.reference import attention_mask
 
     tokens = [*prompt_ids, *output_ids[:at]]
     last = max(e.num_preemptions for e in entries)
@@ -240,7 +240,7 @@ def _explain_all(result: dict, requests: Sequence, model_path: str) -> list[dict
     wanted = [(k, p) for k in ("replayed", "free") for p in result[k] if not p.identical]
     if not wanted:
         return []
-    from vtoken.testing.reference import load_reference
+    from vtoken.verify.reference import load_reference
 
     model = load_reference(model_path)
     rows = []

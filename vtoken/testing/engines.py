@@ -5,12 +5,13 @@
 
 vLLM's real scheduler runs with vToken's hooks; `WorkerModel` applies every StepPlan to KV that
 carries its origin; `Oracle` says what should be there. A fault can be put in between: a plan that
-is damaged on its way to the worker must be noticed.
+is damaged on its way to the worker (`vtoken.verify.catalogue.PLAN_FAULTS`) must be noticed.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import numpy as np
 
@@ -19,9 +20,11 @@ from vtoken.core.invariants import check_step_plan
 from vtoken.core.messages import StepPlan
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.errors import InvariantViolation
-from vtoken.testing.faults import PlanFault
-from vtoken.testing.oracle import HashBook, Oracle, Victims, made_up_score
 from vtoken.testing.worker_model import WorkerModel
+from vtoken.verify.fault import Fault
+from vtoken.verify.oracle import HashBook, Oracle, Victims, made_up_score
+
+GROUP_ID_BYTES = 4  # vLLM appends the number of the cache group to a cached block's hash
 
 
 class CheckedDryEngine(DryEngine):
@@ -29,7 +32,7 @@ class CheckedDryEngine(DryEngine):
 
     Args:
         victims: see `Oracle`.
-        fault: applied to the copy of each plan that the worker gets.
+        fault: one of PLAN_FAULTS, applied to the copy of each plan that the worker gets.
 
     Attributes:
         num_faults: plans that the fault changed.
@@ -41,7 +44,7 @@ class CheckedDryEngine(DryEngine):
 
     def __init__(
         self, settings: DrySettings, config: VTokenConfig | None = None, *,
-        victims: Victims | None = None, fault: PlanFault | None = None, seed: int = 0,
+        victims: Victims | None = None, fault: Fault | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         if config is not None:
             config = config.model_copy(update={"trace": True})
@@ -86,22 +89,22 @@ class CheckedDryEngine(DryEngine):
         self.has_failed = False
         return new_tokens, finished
 
+    def _shared_blocks(self) -> set[int]:
+        """Blocks that several requests hold."""
+        owners = Counter(b for row in self.rows().values() for b in set(row))
+        return {b for b, n in owners.items() if n > 1} - {0}
+
     def _note_protected(self) -> None:
         """Ids that sit in blocks of several requests, by what the worker's slots say."""
-        rows, N = self.rows(), self.block_size
-        owners: dict[int, int] = {}
-        for row in rows.values():
-            for b in set(row) - {0}:
-                owners[b] = owners.get(b, 0) + 1
+        shared, N = self._shared_blocks(), self.block_size
         self._protected = {
             req_id: {
                 label[1]
-                for b in row
-                if owners.get(b, 0) > 1
+                for b in shared.intersection(row)
                 for label in self.model.labels[b * N : (b + 1) * N]
                 if label is not None
             }
-            for req_id, row in rows.items()
+            for req_id, row in self.rows().items()
         }
 
     def _run_worker(self, scheduler_output) -> None:
@@ -119,7 +122,7 @@ class CheckedDryEngine(DryEngine):
         self._wrong += [("I1", w) for w in wrong]
         if plan is not None and self.fault is not None:
             damaged = copy.deepcopy(plan)
-            if self.fault(damaged, self._rng):
+            if self.fault.make(damaged, self._rng):
                 self.num_faults += 1
                 plan = damaged
         self.model.execute(scheduler_output, plan)
@@ -129,12 +132,7 @@ class CheckedDryEngine(DryEngine):
 
     def _check_plan(self, plan: StepPlan) -> None:
         rows, N = self.rows(), self.block_size
-        counts: dict[int, int] = {}
-        for row in rows.values():
-            for b in set(row):
-                counts[b] = counts.get(b, 0) + 1
-        shared = {b for b, n in counts.items() if n > 1}
-        wrong = check_step_plan(plan, self.model.num_blocks * N, shared, N)
+        wrong = check_step_plan(plan, self.model.num_blocks * N, self._shared_blocks(), N)
         for r, req_id in enumerate(plan.req_ids):
             _, destination = plan.moves_of(r)
             foreign = set((destination // N).tolist()) - set(rows.get(req_id, ()))
@@ -202,12 +200,9 @@ class CheckedDryEngine(DryEngine):
                 )
 
     def _check_cached_blocks(self) -> None:
-        from vllm.v1.core.kv_cache_utils import get_block_hash
-
         self._learn_hashes()
         for block in self.block_pool.blocks:
             if block.block_hash is not None:
-                wrong = self.hashes.check_block(
-                    block.block_id, get_block_hash(block.block_hash), self.model.kv
-                )
+                plain_hash = bytes(block.block_hash)[:-GROUP_ID_BYTES]
+                wrong = self.hashes.check_block(block.block_id, plain_hash, self.model.kv)
                 self._wrong += [("I1", w) for w in wrong]

@@ -14,6 +14,11 @@ from vtoken.engine.dry import DryEngine
 from vtoken.errors import ConfigError, InvariantViolation
 
 
+def shared_prefix(which: int, num_tokens: int) -> list[int]:
+    """The first tokens of one of the prefixes that prompts share."""
+    return [20 + (which * 7 + i) % 13 for i in range(num_tokens)]
+
+
 @dataclass
 class Workload:
     """Random requests with shared prefixes.
@@ -32,7 +37,7 @@ class Workload:
     def prompt(self, rng: np.random.Generator) -> list[int]:
         which = int(rng.integers(-1, self.num_prefixes))
         cut = int(rng.integers(1, self.prefix_tokens + 1))
-        head = [20 + (which * 7 + i) % 13 for i in range(cut)] if which >= 0 else []
+        head = shared_prefix(which, cut) if which >= 0 else []
         room = self.max_prompt_tokens - len(head)
         rest = rng.integers(40, 60, int(rng.integers(1, max(2, room))))
         return [*head, *rest.tolist()]
@@ -50,11 +55,6 @@ def add_if_it_fits(engine: DryEngine, req_id: str, prompt: Sequence[int], max_to
     except ConfigError:
         return False
     return True
-
-
-def reset_prefix_cache(engine: DryEngine, *, preempt: bool) -> None:
-    """Forget cached prefixes, as an operator does; `preempt` takes running requests' blocks too."""
-    engine.scheduler.reset_prefix_cache(reset_running_requests=preempt)
 
 
 def finish_all(engine: DryEngine, max_steps: int = 4000) -> None:
@@ -92,5 +92,5 @@ def drive(
             if known:
                 engine.abort([known[int(rng.integers(len(known)))]])
         else:
-            reset_prefix_cache(engine, preempt=bool(rng.random() < 0.3))
+            engine.scheduler.reset_prefix_cache(reset_running_requests=bool(rng.random() < 0.3))
     finish_all(engine)

@@ -5,12 +5,10 @@
 
 Every step is checked by `CheckedDryEngine`: tables against the pool, plans, KV against an oracle,
 cached blocks against the tokens that their hashes stand for. At the end every block must be back.
-With a fault (`vtoken.testing.faults`) the machine must fail. Needs `hypothesis`.
+With a fault (`vtoken.verify.catalogue.PLAN_FAULTS`) the machine must fail. Needs `hypothesis`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -18,13 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from vtoken.config import VTokenConfig
 from vtoken.engine.dry import DrySettings
 from vtoken.testing.engines import CheckedDryEngine
-from vtoken.testing.faults import PlanFault
-from vtoken.testing.oracle import Victims
-from vtoken.testing.random_work import add_if_it_fits, finish_all, reset_prefix_cache
+from vtoken.testing.random_work import add_if_it_fits, finish_all, shared_prefix
+from vtoken.verify.fault import Fault
+from vtoken.verify.oracle import Victims
 
 POLICIES = ("random", "streaming-llm", "sliding-window", "h2o", "tova", "knorm", "snapkv")
 BLOCK_SIZE = 4
-PREFIXES = [[20 + (which * 7 + i) % 13 for i in range(24)] for which in range(2)]
 
 
 def dry_settings() -> st.SearchStrategy[DrySettings]:
@@ -65,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """See the module's head; made by `scheduler_machine`."""
 
     victims: Victims | None = None
-    fault: PlanFault | None = None
+    fault: Fault | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 50),
     )
     def arrive(self, prefix, num_shared, tail, max_tokens) -> None:
-        head = [] if prefix is None else PREFIXES[prefix][:num_shared]
+        head = [] if prefix is None else shared_prefix(prefix, num_shared)
         self.num_added += 1
         add_if_it_fits(self.engine, f"r{self.num_added}", head + tail, max_tokens)
 
@@ -105,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(_has_requests)
     @rule(preempt=st.booleans())
     def reset(self, preempt: bool) -> None:
-        reset_prefix_cache(self.engine, preempt=preempt)
+        self.engine.scheduler.reset_prefix_cache(reset_running_requests=preempt)
 
     def teardown(self) -> None:
         if self.engine is not None and not self.engine.has_failed:
@@ -113,16 +110,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def scheduler_machine(
-    victims: Victims | None = None, fault: PlanFault | None = None
+    victims: Victims | None = None, fault: Fault | None = None
 ) -> type[SchedulerMachine]:
     """A machine class with an independent policy implementation, and perhaps a fault.
 
     Args:
-        victims: see `vtoken.testing.oracle`; None takes the engine's evictions on trust.
+        victims: see `vtoken.verify.oracle`; None takes the engine's evictions on trust.
         fault: damages plans on their way to the worker; the machine must then fail.
     """
-    attributes: dict[str, Callable | None] = {
-        "victims": None if victims is None else staticmethod(victims),
-        "fault": None if fault is None else staticmethod(fault),
-    }
+    # A function as a class attribute would become a method.
+    attributes = {"victims": victims and staticmethod(victims), "fault": fault}
     return type("SchedulerMachine", (SchedulerMachine,), attributes)

@@ -1,13 +1,4 @@
-"""A worker without a model: KV slots whose contents tell which token was computed from what.
-
-A real key or value depends on the token, its position and everything the token attended to. Here
-that dependence is a 64-bit number:
-
-    content(token, position, attended) = mix(token, position, sum of the attended contents)
-
-so two slots hold the same number exactly when a real cache would hold the same KV, in whatever
-order the entries lie. A misplaced, stale or foreign entry changes every number computed from it.
-The next token of a request is drawn from its newest content, so wrong KV also changes the output.
+"""A worker without a model: KV slots that hold the numbers of `vtoken.verify.contents`.
 
 `WorkerModel.execute` applies a SchedulerOutput and its StepPlan in the order runner V1 does
 (`vtoken.vllm_plugin.runner_v1`): moves, rows, layouts, vLLM's own work, attention. It imports
@@ -21,66 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vtoken.checks.plan import first_ids
 from vtoken.core.messages import MASK_GIVEN, MASK_PACKED, StepPlan
 from vtoken.errors import InvariantViolation
 from vtoken.units import cdiv
-
-_BITS = (1 << 64) - 1
-NULL_BLOCK = 0
-FIRST_TOKEN = 5  # sampled tokens are FIRST_TOKEN .. FIRST_TOKEN + VOCABULARY_SIZE - 1
-VOCABULARY_SIZE = 11
-
-
-def mix(token: int, position: int, attended_sum: int) -> int:
-    """The KV of a token that attended to contents of this sum (modulo 2^64)."""
-    x = (
-        attended_sum + (token + 1) * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03
-    ) & _BITS
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _BITS
-    return x ^ (x >> 31)
-
-
-def sample(content: int) -> int:
-    """The token that a model would generate from the newest token's KV."""
-    return FIRST_TOKEN + (content >> 17) % VOCABULARY_SIZE
-
-
-def chunk_contents(tokens: Sequence[int], first_id: int, attended_sum: int) -> list[int]:
-    """Contents of tokens computed together: each attends to the given sum and its predecessors."""
-    contents = []
-    for j, token in enumerate(tokens):
-        content = mix(token, first_id + j, attended_sum)
-        contents.append(content)
-        attended_sum = (attended_sum + content) & _BITS
-    return contents
-
-
-def clean_contents(tokens: Sequence[int]) -> list[int]:
-    """Contents of a sequence from which nothing was ever evicted: what a prefix hit must hold."""
-    return chunk_contents(tokens, 0, 0)
-
-
-def sum_of(contents: np.ndarray) -> int:
-    """Sum modulo 2^64 of uint64 contents."""
-    return int(contents.sum(dtype=np.uint64)) if len(contents) else 0
-
-
-@dataclass(slots=True)
-class Read:
-    """What a request's attention saw in one step, before its own new tokens.
-
-    Attributes:
-        first_id, num_new_tokens: the step computed ids first_id .. first_id + num_new_tokens - 1.
-        slots: int64[K], slots read; contents: uint64[K], what they held.
-        sampled: the token drawn, None where more of the prompt is to come.
-    """
-
-    first_id: int
-    num_new_tokens: int
-    slots: np.ndarray
-    contents: np.ndarray
-    sampled: int | None = None
+from vtoken.verify.contents import Read, chunk_contents, mix, sample, sum_of
 
 
 @dataclass(slots=True)
@@ -134,10 +70,10 @@ class WorkerModel:
         self._update_rows(scheduler_output)
         self.reads = {}
         written: dict[int, str] = {}
-        first_ids = _first_ids(scheduler_output)
+        first = first_ids(scheduler_output)
         # Scheduled order: a prefix hit may point at a block that is filled in this same step.
         for req_id, n in scheduler_output.num_scheduled_tokens.items():
-            self._compute(req_id, first_ids[req_id], n, new_index.get(req_id, -1), written)
+            self._compute(req_id, first[req_id], n, new_index.get(req_id, -1), written)
         return {req_id: read.sampled for req_id, read in self.reads.items()}
 
     def _apply_plan(self, plan: StepPlan) -> dict[str, int]:
@@ -243,11 +179,3 @@ class WorkerModel:
             read.sampled = sample(contents[-1])
             request.tokens.append(read.sampled)
         self.reads[req_id] = read
-
-
-def _first_ids(scheduler_output) -> dict[str, int]:
-    """num_computed_tokens before the step, by request id."""
-    cached = scheduler_output.scheduled_cached_reqs
-    first = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    first.update((r.req_id, r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs)
-    return first

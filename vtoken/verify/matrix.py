@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from vtoken.config import VTokenConfig
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError
+from vtoken.policies.registry import make_policy
 
 # name -> VTokenConfig fields. `holes` keeps holes and reuses them, `compacted` packs them late.
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -19,6 +20,20 @@ LAYOUTS: dict[str, dict[str, object]] = {
         "mode": "vtoken", "fragmentation_threshold": 0.25,  # interval: a block and a little
     },
 }  # fmt: skip
+
+
+def layouts_of(mode: str | None) -> list[str]:
+    """Layouts that a mode makes; None for all.
+
+    Raises:
+        ConfigError: the mode relocates nothing, so there would be nothing to check.
+    """
+    found = [name for name, fields in LAYOUTS.items() if mode in (None, fields["mode"])]
+    if not found:
+        raise ConfigError(
+            "--mode", mode, "naive or vtoken: without evictions there is nothing to verify"
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +73,6 @@ class Cell:
         Raises:
             ConfigError: a setting of the user's is wrong.
         """
-        from vtoken.policies.registry import make_policy
-
         fields = {**LAYOUTS[self.layout], "policy": self.policy, "hash_kv_every": 1, "trace": True}
         fields.setdefault("eviction_interval_tokens", self.engine.block_size + 4)
         if "kv_budget_tokens" not in user and "eviction_ratio" not in user:
@@ -101,16 +114,9 @@ def build_matrix(
         if name not in LAYOUTS:
             raise ConfigError("layout", name, "one of " + ", ".join(LAYOUTS))
     cells: dict[EngineKind, list[Cell]] = {}
-    for kind, policy, layout in _spread(policies, layouts, full):
-        cells.setdefault(kind, []).append(Cell(engine=kind, policy=policy, layout=layout))
+    for (i, policy), (j, layout) in product(enumerate(policies), enumerate(layouts)):
+        # Each layout, and each policy, meets all four engines in turn.
+        in_turn = PAIRWISE[(i + j + i // len(PAIRWISE)) % len(PAIRWISE)]
+        for kind in ALL_KINDS if full else (in_turn,):
+            cells.setdefault(kind, []).append(Cell(engine=kind, policy=policy, layout=layout))
     return cells
-
-
-def _spread(policies, layouts, full: bool) -> Iterator[tuple[EngineKind, str, str]]:
-    if full:
-        yield from product(ALL_KINDS, policies, layouts)
-        return
-    for i, policy in enumerate(policies):
-        for j, layout in enumerate(layouts):
-            # Each layout, and each policy, meets all four engines in turn.
-            yield PAIRWISE[(i + j + i // len(PAIRWISE)) % len(PAIRWISE)], policy, layout

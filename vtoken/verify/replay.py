@@ -5,15 +5,39 @@ Steps, requests and ids come out the same; slots do so only where the engine was
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import fields
+from pathlib import Path
 
+from vtoken.checks.base import Tally
+from vtoken.checks.report import REPORT_VERSION
 from vtoken.config import VTokenConfig
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError, InvariantViolation
-from vtoken.verify.base import Tally
-from vtoken.verify.faults import FAULTS
-from vtoken.verify.runs import open_checked_engine, without_frames
+from vtoken.verify.catalogue import LIVE_FAULTS
+from vtoken.verify.runs import checkers, open_checked_engine, tallies, without_frames
+
+
+def load_report(path: str | Path) -> dict:
+    """Read a violation's report.
+
+    Raises:
+        ConfigError: it is not one, or of another version.
+    """
+
+    def refuse(allowed: str) -> ConfigError:
+        return ConfigError("--replay", str(path), allowed)
+
+    try:
+        report = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise refuse(f"a readable violation report ({error})") from None
+    if not isinstance(report, dict) or not isinstance(report.get("replay"), dict):
+        raise refuse("a violation report with a `replay` section")
+    if report.get("schema_version") != REPORT_VERSION:
+        raise refuse(f"a report with schema_version {REPORT_VERSION}")
+    return report
 
 
 def replay(report: dict) -> tuple[InvariantViolation | None, Tally]:
@@ -25,8 +49,6 @@ def replay(report: dict) -> tuple[InvariantViolation | None, Tally]:
     Raises:
         ConfigError: the report's settings cannot be used here.
     """
-    from vtoken.vllm_plugin.checks import checkers, tallies
-
     section = report["replay"]
     known = {f.name for f in fields(EngineSettings)}
     given = {k: v for k, v in section["settings"].items() if k in known}
@@ -47,10 +69,10 @@ def _fault_of(section: dict):
     name = section.get("fault")
     if name is None:
         return nullcontext
-    for fault in FAULTS:
-        if fault.name == name:
-            return fault.inject
-    raise ConfigError("--replay", name, "a fault that this version knows")
+    known = {fault.name: fault for fault in LIVE_FAULTS}
+    if name not in known:
+        raise ConfigError("--replay", name, "a fault that this version knows")
+    return known[name].inject
 
 
 def _run(engine, requests: list[dict]) -> None:

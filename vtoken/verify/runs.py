@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from vtoken.checks.base import Tally
+from vtoken.checks.checker import Checker
 from vtoken.config import VTokenConfig
-from vtoken.engine.base import StepEngine
-from vtoken.engine.run import RunResult, run_requests
+from vtoken.engine import RunResult, StepEngine, open_engine, run_requests
 from vtoken.engine.settings import EngineSettings
-from vtoken.errors import InvariantViolation
+from vtoken.errors import InvariantViolation, UnsupportedError
 from vtoken.recording.trace import TraceEntry
-from vtoken.verify.base import Tally
 
 
 @dataclass
@@ -30,11 +30,35 @@ class Outcome:
     trace: list[TraceEntry]
 
 
-def open_checked_engine(settings: EngineSettings, config: VTokenConfig) -> StepEngine:
-    """Open a real engine whose violations are raised and not also written to a file."""
-    from vtoken.engine import open_engine
+def checkers(engine: StepEngine) -> list[Checker]:
+    """Both sides' checkers of an in-process engine; a dry one has no worker, checks may be off."""
+    runner = getattr(engine, "runner", None)
+    found = [getattr(engine.hooks, "checker", None), getattr(runner, "vtoken_checker", None)]
+    return [c for c in found if c is not None]
 
-    return open_engine(settings, config)
+
+def tallies(engine: StepEngine) -> Tally:
+    """The sum of both sides' tallies of an in-process engine."""
+    total = Tally()
+    for checker in checkers(engine):
+        total.add(checker.tally)
+    return total
+
+
+def open_checked_engine(settings: EngineSettings, config: VTokenConfig) -> StepEngine:
+    """Open a real engine on which both halves of the checks can run.
+
+    Raises:
+        UnsupportedError: the worker keeps K and V where its half cannot read them.
+    """
+    engine = open_engine(settings, config)
+    if config.hash_kv_every and len(checkers(engine)) < 2:
+        device = engine.vllm_config.device_config.device_type
+        engine.close()
+        raise UnsupportedError(
+            "--hash-kv", device, "a device whose KV the worker's half of the checks can read (cpu)"
+        )
+    return engine
 
 
 def run_checked(
@@ -42,32 +66,25 @@ def run_checked(
     config: VTokenConfig,
     requests: Sequence,
     *,
-    max_concurrency: int | None = None,
     logprobs: bool = False,
-    on_step: Callable[[int, int], None] | None = None,
     off: Iterable[str] = (),
-    before_run: Callable[[StepEngine], None] | None = None,
+    before_run: Callable[[StepEngine], None] = lambda engine: None,
 ) -> Outcome:
-    """Run requests under other settings, from an empty prefix cache.
+    """Run requests under other settings, from an empty prefix cache; no report is written.
 
     Args:
         config: `hash_kv_every` says whether, and how often, to check.
         off: checks to leave out.
         before_run: called once the engine has the settings.
     """
-    from vtoken.vllm_plugin.checks import checkers, tallies
-
     engine.reconfigure(config)
     engine.reset_prefix_cache()
     for checker in checkers(engine):
         checker.report_dir, checker.tally.off = None, frozenset(off)
-    if before_run is not None:
-        before_run(engine)
+    before_run(engine)
     run = violation = None
     try:
-        run = run_requests(
-            engine, requests, max_concurrency=max_concurrency, logprobs=logprobs, on_step=on_step
-        )
+        run = run_requests(engine, requests, logprobs=logprobs)
         wrong = engine.check_idle()
         if wrong:
             raise InvariantViolation("conservation", "; ".join(wrong[:4]))

@@ -1,229 +1,177 @@
-"""Faults in the scheduler's tables, plans and releases; see vtoken.verify.faults."""
+"""Faults in the scheduler's tables, plans and releases; see vtoken.verify.catalogue."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from vtoken.verify.fault_base import HOLES, fault, replaced
+from vtoken.core.messages import Layout, joined, plan_of_layouts
+from vtoken.verify.fault import HOLES, SCHEDULER, fault, replaced
 
 
-def _one_by_one(engine):
-    """Take evictions through the planner of single requests, where the fault is."""
-    return replaced(engine.hooks.chooser, "joins", False)
+@dataclass
+class _Placed:
+    """One request whose tokens were placed in a step; `source` and `destination` are its moves."""
+
+    table: object
+    index_before: np.ndarray
+    source: np.ndarray
+    destination: np.ndarray
+
+    def moved_ids(self) -> np.ndarray:
+        """Logical ids in the moves' destinations, by the table."""
+        ids = self.table.live_ids()
+        held = self.table.slots_of(self.table.index_of[ids])
+        order = np.argsort(held)
+        return ids[order][np.searchsorted(held[order], self.destination)]
 
 
-@contextmanager
-def _placement(engine, change) -> Iterator[None]:
-    """Call `change(table, step)` after a request's tokens were placed."""
-    planner = engine.hooks.planner
-    stock = planner.finalize
+def _placements(change: Callable[[list[_Placed]], None]) -> dict:
+    """Call `change` with the requests that move tokens, once they were placed."""
 
-    def finalize(state, *args, **kwargs):
-        step = stock(state, *args, **kwargs)
-        if step is not None:
-            change(state.table, step)
-        return step
+    def wrapper(place):
+        def placing(changes, *args):
+            tables = {c.table.req_id: c.table for c in changes}
+            before = {req_id: table.index_of.copy() for req_id, table in tables.items()}
+            plan = place(changes, *args)
+            moving = [r for r, count in enumerate(plan.num_moves()) if count]
+            if moving:
+                ids = [plan.req_ids[r] for r in moving]
+                moves = [plan.moves_of(r) for r in moving]
+                change([_Placed(tables[i], before[i], *m) for i, m in zip(ids, moves, strict=True)])
+            return plan
 
-    with _one_by_one(engine), replaced(planner, "finalize", finalize):
-        yield
+        return placing
 
-
-def _ids_in(table, slots: np.ndarray) -> np.ndarray:
-    """Logical ids of live tokens in vLLM slots."""
-    ids = table.live_ids()
-    held = table.slots_of(table.index_of[ids])
-    order = np.argsort(held)
-    return ids[order][np.searchsorted(held[order], slots)]
+    return {"place changes": wrapper}
 
 
-@fault("two tokens in one slot", "I2.table")
+@fault("two tokens in one slot", SCHEDULER, "I2.table", also_compiled=True)
 def two_in_one_slot(engine):
-    def change(table, step):
-        if step.move_source is not None and len(step.move_source) > 1:
-            first, second = _ids_in(table, step.move_destination[:2])
-            table.index_of[second] = table.index_of[first]
-            step.move_destination[1] = step.move_destination[0]
-
-    with _placement(engine, change):
-        yield
-
-
-@fault("table not updated", "I2.table")
-def table_not_updated(engine):
-    planner = engine.hooks.planner
-    finalize = planner.finalize
-
-    def finalize_without_table(state, *args, **kwargs):
-        table = state.table
-        before = table.index_of.copy()
-        step = finalize(state, *args, **kwargs)
-        if step is not None and step.move_source is not None:
-            ids = _ids_in(table, step.move_destination)
-            table.index_of[ids] = before[ids]
-        return step
-
-    with _one_by_one(engine), replaced(planner, "finalize", finalize_without_table):
-        yield
-
-
-@contextmanager
-def _placement_together(engine, change) -> Iterator[None]:
-    """Call `change(tables, steps)` after the tokens of all requests of a step were placed."""
-    evictor = engine.hooks.evictor
-    stock = evictor._finish_batch
-
-    def finish(num_scheduled):
-        tables = [] if evictor._event is None else [s.table for s in evictor._event.states]
-        before = [t.index_of.copy() for t in tables]
-        steps = stock(num_scheduled)
-        if steps is not None and len(steps.move_source):
-            change(tables, before, steps)
-        return steps
-
-    with replaced(evictor, "_finish_batch", finish):
-        yield
-
-
-def _moves_of(steps, tables) -> Iterator[tuple[object, slice]]:
-    """The table of every request that moves tokens, and where its moves are in the step's."""
-    for req_id, (first, end) in zip(
-        steps.req_ids, pairwise(steps.move_start.tolist()), strict=True
-    ):
-        if end > first:
-            yield next(t for t in tables if t.req_id == req_id), slice(first, end)
-
-
-@fault("two tokens in one slot, many requests at once", "I2.table")
-def two_in_one_slot_together(engine):
-    def change(tables, before, steps):
-        for table, moves in _moves_of(steps, tables):
-            if moves.stop - moves.start > 1:
-                first, second = _ids_in(table, steps.move_destination[moves][:2])
-                table.index_of[second] = table.index_of[first]
-                steps.move_destination[moves.start + 1] = steps.move_destination[moves.start]
+    def change(placed):
+        for p in placed:
+            if len(p.destination) > 1:
+                first, second = p.moved_ids()[:2]
+                p.table.index_of[second] = p.table.index_of[first]
+                p.destination[1] = p.destination[0]
                 return
 
-    with _placement_together(engine, change):
-        yield
+    return _placements(change)
 
 
-@fault("table not updated, many requests at once", "I2.table")
-def table_not_updated_together(engine):
-    def change(tables, before, steps):
-        for table, moves in _moves_of(steps, tables):
-            old = before[[t is table for t in tables].index(True)]
-            ids = _ids_in(table, steps.move_destination[moves])
-            table.index_of[ids] = old[ids]
+@fault("table not updated", SCHEDULER, "I2.table", also_compiled=True)
+def table_not_updated(engine):
+    def change(placed):
+        for p in placed:
+            ids = p.moved_ids()
+            p.table.index_of[ids] = p.index_before[ids]
 
-    with _placement_together(engine, change):
-        yield
+    return _placements(change)
 
 
-@fault("a neighbour's moves taken, many requests at once", "I4.snapshot")
+@fault("a neighbour's moves taken", SCHEDULER, "I4.snapshot")
 def moves_of_a_neighbour(engine):
     """The moves of two requests end up under each other's name."""
 
-    def change(tables, before, steps):
-        parts = [moves for _, moves in _moves_of(steps, tables)]
-        if len(parts) > 1:
-            steps.move_source[:] = np.roll(steps.move_source, parts[0].stop)
+    def change(placed):
+        if len(placed) > 1:
+            sources = np.concatenate([p.source for p in placed])
+            rolled = np.roll(sources, len(placed[0].source))
+            ends = np.cumsum([len(p.source) for p in placed])
+            for p, part in zip(placed, np.split(rolled, ends[:-1]), strict=True):
+                p.source[:] = part
 
-    with _placement_together(engine, change):
-        yield
+    return _placements(change)
 
 
-@fault("a hole forgotten", "conservation.request", config=HOLES)
+@fault("a hole forgotten", SCHEDULER, "conservation.request", config=HOLES)
 def hole_forgotten(engine):
-    def change(table, step):
-        table.holes = table.holes[1:]
+    def forgetful(place):
+        def placing(changes, *args):
+            plan = place(changes, *args)
+            for change in changes:
+                change.table.holes = change.table.holes[1:]
+            return plan
 
-    with _placement(engine, change):
-        yield
+        return placing
+
+    return {"place changes": forgetful}
 
 
-@fault("block released twice", "conservation.pool")
+@fault("block released twice", SCHEDULER, "conservation.pool", also_compiled=True)
 def released_twice(engine):
-    hooks, gone = engine.hooks, []
-    give_back, finalize = hooks._give_back, hooks.finalize
+    """What evictions release at the head of a step is released again at its end."""
+    gone = []
 
-    def remember(req_id, blocks, released):
-        gone.extend(released)
-        give_back(req_id, blocks, released)
-
-    def again(scheduler_output):
-        hooks.pool.free_blocks(gone)
-        gone.clear()
-        return finalize(scheduler_output)
-
-    with (
-        _one_by_one(engine),
-        replaced(hooks, "_give_back", remember),
-        replaced(hooks, "finalize", again),
-    ):
-        yield
-
-
-@fault("block released twice, many requests at once", "conservation.pool")
-def released_twice_together(engine):
-    pool, finalize, gone = engine.hooks.pool, engine.hooks.finalize, []
-    free_blocks, execute_batch = pool.free_blocks, engine.hooks.evictor.execute_batch
-
-    def execute(*args):
+    def remembering(free_blocks):
         def free(blocks):
-            gone.extend(blocks)
+            gone.extend(blocks := list(blocks))
             free_blocks(blocks)
 
-        with replaced(pool, "free_blocks", free):
-            execute_batch(*args)
+        return free
 
-    def again(scheduler_output):
-        free_blocks(gone)
-        gone.clear()
-        return finalize(scheduler_output)
+    def watched(begin_step):
+        def begin():
+            with replaced(engine, "free blocks", remembering):
+                begin_step()
 
-    with (
-        replaced(engine.hooks.evictor, "execute_batch", execute),
-        replaced(engine.hooks, "finalize", again),
-    ):
-        yield
+        return begin
+
+    def again(finalize):
+        def finish(scheduler_output):
+            engine.hooks.pool.free_blocks(gone)
+            gone.clear()
+            return finalize(scheduler_output)
+
+        return finish
+
+    return {"begin step": watched, "end step": again}
 
 
-@fault("a shared prefix block rewritten", "I4.plan", shared=True)
+@fault("a shared prefix block rewritten", SCHEDULER, "I4.plan", shared=True)
 def shared_rewritten(engine):
-    with replaced(engine.hooks.shares, "shared", lambda blocks: None):
-        yield
+    return {"shared blocks": lambda shared: lambda blocks: None}
 
 
-@fault("a stale plan applied after preemption", "I4.snapshot")
+@fault("a stale plan applied after preemption", SCHEDULER, "I4.snapshot")
 def stale_plan(engine):
-    """Keep a request's plan, preempt everybody, and send the plan once the request runs again."""
-    from vtoken.vllm_plugin import hooks as hooks_module
+    """Keep a request's plan, preempt all, and send the plan once the request runs again."""
+    kept: list[Layout] = []
+    step = engine.hooks
 
-    kept, hooks, build = [], engine.hooks, hooks_module.build_step_plan
-    begin = hooks.begin_step
+    def preempting(begin):
+        def begun():
+            if kept and not step.counters.preemptions:
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            begin()
 
-    def begin_step():
-        if kept and not hooks.counters.preemptions:
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        begin()
+        return begun
 
-    def build_step_plan(step_seq, steps, *args, **kwargs):
-        moving = [s for s in steps if s.move_source is not None]
-        if not kept and moving:
-            kept.append(moving[0])
-        elif kept and hooks.counters.preemptions and kept[0].req_id in hooks.requests.by_id:
-            stale = kept[0]
-            if all(s.req_id != stale.req_id for s in steps):
-                steps = [*steps, stale]
-        return build(step_seq, steps, *args, **kwargs)
+    def repeating(place):
+        def placed(num_scheduled):
+            plan = place(num_scheduled)
+            moving = [] if plan is None else np.flatnonzero(np.diff(plan.move_start)).tolist()
+            if not kept and moving:
+                kept.append(_layout_of(plan, moving[0]))
+            elif kept and step.counters.preemptions:
+                planned = set() if plan is None else set(plan.req_ids)
+                if kept[0].req_id in step.requests.by_id.keys() - planned:
+                    stale = plan_of_layouts(kept)
+                    plan = stale if plan is None else joined(plan, stale)
+            return plan
 
-    with (
-        _one_by_one(engine),
-        replaced(hooks, "begin_step", begin_step),
-        replaced(hooks_module, "build_step_plan", build_step_plan),
-    ):
-        yield
+        return placed
+
+    return {"begin step": preempting, "place step": repeating}
+
+
+def _layout_of(plan, r: int) -> Layout:
+    """One packed request's entry of a plan, as it was before it was flattened."""
+    source, destination = plan.moves_of(r)
+    return Layout(
+        plan.req_ids[r], int(plan.num_reclaimed[r]), int(plan.new_token_index[r]),
+        kept=plan.row_of(r) if plan.rewrites_row[r] else None,
+        move_source=source, move_destination=destination,
+    )  # fmt: skip

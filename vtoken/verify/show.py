@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from vtoken.verify.suites import MAX_LOGPROB_DIFF, Report, wrong_tokens
+from vtoken.verify.findings import MAX_LOGPROB_DIFF, Report, wrong_tokens
 
 
 def show_report(report: Report, seconds: float) -> list[object]:

@@ -1,133 +1,27 @@
-"""What `vtoken verify` runs: coverage with the masked reference, many events, faults, replay."""
+"""What `vtoken verify` runs: coverage with the masked reference, many events, faults."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from statistics import median
 
 from vtoken.config import VTokenConfig
 from vtoken.engine.cpu import import_engines
 from vtoken.engine.settings import EngineSettings
-from vtoken.errors import InvariantViolation
-from vtoken.testing.reference import ReferenceResult, compare, load_reference
-from vtoken.verify.base import Tally
-from vtoken.verify.faults import FAULTS, Fault, FaultResult, run_fault
+from vtoken.verify.catalogue import LIVE_FAULTS
+from vtoken.verify.fault import Fault
+from vtoken.verify.findings import CellResult, FaultResult, Report
 from vtoken.verify.matrix import Cell, EngineKind
-from vtoken.verify.runs import EngineHolder, open_checked_engine, run_checked
+from vtoken.verify.reference import ReferenceResult, compare, load_reference
+from vtoken.verify.runs import EngineHolder, open_checked_engine, recover, run_checked
 from vtoken.verify.workloads import sharing_prompts, staggered_prompts
 
-MAX_LOGPROB_DIFF = 1e-3  # float32; what a wrong entry does is larger by orders of magnitude
-NEAR_TIE = 1e-3  # gap between the two best logits below which either token is right
 NUM_REQUESTS = 2  # sharing prompts come two and two
 OUTPUT_LEN = 16
-
-Say = Callable[[str], None]
-
-
-@dataclass
-class CellResult:
-    """One run of the coverage matrix."""
-
-    cell: Cell
-    tally: Tally
-    reference: ReferenceResult
-    num_moved_tokens: int = 0
-
-    def row(self) -> dict[str, object]:
-        kind = self.cell.engine
-        return {
-            "policy": self.cell.policy,
-            "layout": self.cell.layout,
-            "block_size": kind.block_size,
-            "prefix_caching": kind.prefix_caching,
-            "scheduling": kind.scheduling,
-            "relocation_events": self.tally.events["I1"],
-            "changes": self.tally.changes,
-            "moved_tokens": self.num_moved_tokens,
-            "reference_tokens": self.reference.tokens,
-            "mismatches": len(wrong_tokens(self.reference)),
-            "max_abs_logprob_diff": self.reference.max_abs_logprob_diff,
-        }
-
-
-@dataclass
-class Report:
-    """All that a verification found.
-
-    Attributes:
-        tally: sum over runs. cells: the coverage. violation: what stopped it.
-        cost_ratio: run time with checks over run time without, None where not measured.
-        sensitivity: log-probability change when the reference loses one live token.
-    """
-
-    tally: Tally = field(default_factory=Tally)
-    cells: list[CellResult] = field(default_factory=list)
-    violation: InvariantViolation | None = None
-    cost_ratio: float | None = None
-    sensitivity: float | None = None
-    faults: list[FaultResult] = field(default_factory=list)
-    quality: dict[str, object] | None = None
-
-    @property
-    def reference(self) -> ReferenceResult:
-        total = ReferenceResult()
-        for cell in self.cells:
-            total.add(cell.reference)
-        return total
-
-    @property
-    def passed(self) -> bool:
-        return not self.failures()
-
-    def failures(self) -> list[str]:
-        """What went wrong, in sentences."""
-        wrong, reference = [], self.reference
-        if self.violation is not None:
-            wrong.append(str(self.violation))
-        if wrong_tokens(reference):
-            wrong.append(f"{len(wrong_tokens(reference))} tokens differ from the reference")
-        if reference.max_abs_logprob_diff > MAX_LOGPROB_DIFF:
-            diff = reference.max_abs_logprob_diff
-            wrong.append(
-                f"a log-probability differs by {diff:.1e}, {MAX_LOGPROB_DIFF:.0e} is allowed"
-            )
-        idle = [f"{c.cell.policy} {c.cell.layout}" for c in self.cells if not c.tally.changes]
-        if idle:
-            wrong.append(f"nothing was evicted, so nothing was shown, for: {', '.join(idle)}")
-        missed = [f.fault.name for f in self.faults if not f.detected]
-        if missed:
-            wrong.append(f"faults not seen by their check: {', '.join(missed)}")
-        if self.quality is not None:
-            wrong += self.quality["failures"]
-        return wrong
-
-    def sections(self) -> dict[str, object]:
-        """The result's sections, by the contract's names; only what was run."""
-        out: dict[str, object] = {"passed": self.passed, "invariants": self.tally.rows()}
-        if self.cells:
-            reference = self.reference
-            out["reference"] = {
-                "tokens": reference.tokens,
-                "mismatches": len(wrong_tokens(reference)),
-                "max_abs_logprob_diff": reference.max_abs_logprob_diff,
-                "near_ties": len(reference.mismatches) - len(wrong_tokens(reference)),
-                "sensitivity_logprob_diff": self.sensitivity,
-            }
-            out["coverage"] = [c.row() for c in self.cells]
-        if self.faults:
-            out["faults"] = [f.row() for f in self.faults]
-        if self.quality is not None:
-            out["quality"] = self.quality
-        out["cost_ratio"] = self.cost_ratio
-        out["hashed_tokens"] = self.tally.hashed_tokens
-        return out
-
-
-def wrong_tokens(result: ReferenceResult) -> list[tuple]:
-    """Mismatches that no near-tie explains."""
-    return [m for m in result.mismatches if m[3] > NEAR_TIE]
+FAULT_SETTINGS = {"num_kv_blocks": 200, "max_model_len": 512, "block_size": 16, "dtype": "float32"}
 
 
 # ---- coverage: invariants and reference together -------------------------------------------------
@@ -140,7 +34,6 @@ def run_coverage(
     user: dict[str, object],
     *,
     model_path: str,
-    with_reference: bool = True,
     seed: int = 0,
     advance: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -153,7 +46,7 @@ def run_coverage(
 
     Stops at the first violation, which is then in `report.violation`.
     """
-    model = load_reference(model_path) if with_reference else None
+    model = load_reference(model_path)
     import_engines()
     num_runs = 0
     for kind, cells in matrix.items():
@@ -166,18 +59,16 @@ def run_coverage(
                 prompt_len = max(48, reach + config.interval_tokens(kind.block_size) - 6)
                 requests = make(NUM_REQUESTS, prompt_len, OUTPUT_LEN, vocab_size, seed, num_runs)
                 num_runs += 1
-                outcome = run_checked(engine, config, requests, logprobs=model is not None)
+                outcome = run_checked(engine, config, requests, logprobs=True)
                 report.tally.add(outcome.tally)
                 if outcome.violation is not None:
                     report.violation = outcome.violation
                     return
-                found = CellResult(cell, outcome.tally, ReferenceResult())
-                found.num_moved_tokens = outcome.run.counters.moved_tokens
-                report.cells.append(found)
-                if model is not None:
-                    found.reference = _compare_all(model, outcome)
-                    if report.sensitivity is None:
-                        report.sensitivity = _sensitivity(model, outcome)
+                moved = outcome.run.counters.moved_tokens
+                compared = _compare_all(model, outcome)
+                report.cells.append(CellResult(cell, outcome.tally, compared, moved))
+                if report.sensitivity is None:
+                    report.sensitivity = _sensitivity(model, outcome)
                 advance(f"{cell.policy} {cell.layout}")
 
 
@@ -227,6 +118,7 @@ def run_events(
 ) -> None:
     """Run rounds of requests, policies in turn, until there were enough relocation events.
 
+    A policy whose round had none ends the suite: its settings never let it relocate.
     The first policy's round also runs without checks, by turns, for `report.cost_ratio`.
     """
     fields = {"mode": "vtoken", "kv_budget_tokens": 48, "eviction_interval_tokens": 2}
@@ -256,8 +148,10 @@ def run_events(
             if outcome.violation is not None:
                 report.violation = outcome.violation
                 return
+            if not outcome.tally.events["I1"]:
+                report.idle.append(policy)
+                return
             update(min(report.tally.events["I1"], num_events), policy)
-            assert outcome.tally.events["I1"], f"{policy}: no relocation event in a round"
 
 
 def _measure_cost(engine, config, policy: str, every: int, requests) -> float:
@@ -286,15 +180,37 @@ def run_faults(
     report: Report,
     settings: EngineSettings,
     *,
-    faults: Sequence[Fault] = FAULTS,
-    off: Sequence[str] = (),
+    faults: Sequence[Fault] = LIVE_FAULTS,
     advance: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Put each fault into a real engine; every one must be reported by its check."""
     with EngineHolder(settings, VTokenConfig(policy="h2o", hash_kv_every=1)) as holder:
         for this in faults:
-            report.faults.append(run_fault(holder, this, off=off))
+            report.faults.append(run_fault(holder, this))
             advance(this.name)
 
 
-FAULT_SETTINGS = {"num_kv_blocks": 200, "max_model_len": 512, "block_size": 16, "dtype": "float32"}
+def run_fault(holder: EngineHolder, this: Fault, *, off: Sequence[str] = ()) -> FaultResult:
+    """Run one fault on the holder's engine; leaves the holder with an engine that works.
+
+    Args:
+        off: checks to leave out.
+    """
+    engine = holder.get()
+    requests = this.requests(engine.vllm_config.model_config.get_vocab_size())
+    failed: str | None = None
+    report: dict = {}
+    try:
+        with ExitStack() as injected:
+            outcome = run_checked(
+                engine, this.settings(), requests, off=off,
+                before_run=lambda engine: injected.enter_context(this.inject(engine)),
+            )  # fmt: skip
+        if outcome.violation is not None:
+            report = outcome.violation.report
+            failed = report.get("check", outcome.violation.invariant)
+    except Exception as error:  # noqa: BLE001 - the engine's own assertions, where a check is off
+        report = {"message": f"{type(error).__name__}: {error}"}
+    if not recover(engine, [r.request_id for r in requests]):
+        holder.close()
+    return FaultResult(this, failed, report)

@@ -1,45 +1,40 @@
-"""Faults in the copy kernel and in the worker; see vtoken.verify.faults."""
+"""Faults in the copy kernel and in the worker; see vtoken.verify.catalogue."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 
-from vtoken.verify.fault_base import HOLES, fault, replaced
+from vtoken.verify.fault import HOLES, KERNEL, WORKER, fault
 
 # ---- in the copy kernel -------------------------------------------------------------------------
 
 
-@contextmanager
-def _kernel(engine, change) -> Iterator[None]:
+def _kernel(change) -> dict:
     """Call `change(copy, kvs, source, destination, layout, scores)` instead of the copy kernel."""
-    kernels = engine.runner.vtoken_attention.kernels
-    stock = kernels.move
 
-    def move(kvs, source, destination, *, layout, scores=(), **kwargs):
-        def copy(kvs, source, destination, scores=scores):
-            stock(kvs, source, destination, layout=layout, scores=scores, **kwargs)
+    def wrapper(stock):
+        def move(kvs, source, destination, *, layout, scores=(), **kwargs):
+            def copy(kvs, source, destination, scores=scores):
+                stock(kvs, source, destination, layout=layout, scores=scores, **kwargs)
 
-        change(copy, kvs, source, destination, layout, scores)
+            change(copy, kvs, source, destination, layout, scores)
 
-    with replaced(kernels, "move", move):
-        yield
+        return move
+
+    return {"copy slots": wrapper}
 
 
-@fault("a copy skipped", "I1.relocated")
+@fault("a copy skipped", KERNEL, "I1.relocated")
 def copy_skipped(engine):
     def change(copy, kvs, source, destination, layout, scores):
         copy(kvs, source[1:], destination[1:])
         for array in scores:
             array[destination[:1]] = array[source[:1]]
 
-    with _kernel(engine, change):
-        yield
+    return _kernel(change)
 
 
-@fault("K copied but not V", "I1.relocated")
+@fault("K copied but not V", KERNEL, "I1.relocated")
 def values_left(engine):
     def change(copy, kvs, source, destination, layout, scores):
         before = [layout.gather(kv, destination)[1] for kv in kvs]
@@ -47,122 +42,114 @@ def values_left(engine):
         for kv, v in zip(kvs, before, strict=True):
             layout.scatter(kv, destination, layout.gather(kv, destination)[0], v)
 
-    with _kernel(engine, change):
-        yield
+    return _kernel(change)
 
 
-@fault("one layer missed", "I1.relocated")
+@fault("one layer missed", KERNEL, "I1.relocated")
 def layer_missed(engine):
-    with _kernel(engine, lambda copy, kvs, s, d, layout, scores: copy(kvs[:-1], s, d)):
-        yield
+    return _kernel(lambda copy, kvs, s, d, layout, scores: copy(kvs[:-1], s, d))
 
 
-@fault("source and destination swapped", "I1.relocated")
+@fault("source and destination swapped", KERNEL, "I1.relocated")
 def swapped(engine):
-    with _kernel(engine, lambda copy, kvs, s, d, layout, scores: copy(kvs, d, s)):
-        yield
+    return _kernel(lambda copy, kvs, s, d, layout, scores: copy(kvs, d, s))
 
 
-@fault("the score accumulator not moved", "scores")
+@fault("the score accumulator not moved", KERNEL, "scores")
 def scores_left(engine):
-    with _kernel(engine, lambda copy, kvs, s, d, layout, scores: copy(kvs, s, d, ())):
-        yield
+    return _kernel(lambda copy, kvs, s, d, layout, scores: copy(kvs, s, d, ()))
 
 
-@fault("a neighbour's block overwritten", "I1.written")
+@fault("a neighbour's block overwritten", KERNEL, "I1.written")
 def neighbour_overwritten(engine):
-    runner, N = engine.runner, engine.block_size
+    runner = engine.runner
 
     def change(copy, kvs, source, destination, layout, scores):
         copy(kvs, source, destination)
-        planned = set(runner.vtoken_plan.req_ids)
-        others = [
-            r for r in runner.input_batch.req_ids if r not in planned and r in runner.requests
-        ]
-        for req_id in others[:1]:
-            victim = (
-                source[:1] * 0 + runner.requests[req_id].block_ids[0][0] * N
-            )  # its id 0, a sink
+        others = [r for r in runner.input_batch.req_ids if r in runner.requests]
+        for req_id in [r for r in others if r not in runner.vtoken_plan.req_ids][:1]:
+            sink = runner.requests[req_id].block_ids[0][0] * engine.block_size  # its id 0
             for kv in kvs:
-                layout.scatter(kv, victim, *layout.gather(kv, source[:1]))
+                layout.scatter(kv, source[:1] * 0 + sink, *layout.gather(kv, source[:1]))
 
-    with _kernel(engine, change):
-        yield
+    return _kernel(change)
 
 
 # ---- in the worker ------------------------------------------------------------------------------
 
 
-@fault("attention before the copy", "I3.order")
+@fault("attention before the copy", WORKER, "I3.order")
 def attention_first(engine):
-    runner, put_off = engine.runner, []
-    move, sample = runner.vtoken_move, runner.sample_tokens
+    late = []
 
-    def sample_tokens(*args, **kwargs):
-        while put_off:
-            move(*put_off.pop(0))
-        return sample(*args, **kwargs)
+    def wrap_move(move):
+        late_move.append(move)
+        return lambda source, destination: late.append((source, destination))
 
-    with (
-        replaced(runner, "vtoken_move", lambda s, d: put_off.append((s, d))),
-        replaced(runner, "sample_tokens", sample_tokens),
-    ):
-        yield
+    def wrap_sample(sample):
+        def sample_tokens(*args, **kwargs):
+            while late:
+                late_move[0](*late.pop(0))
+            return sample(*args, **kwargs)
+
+        return sample_tokens
+
+    late_move = []
+    return {"move": wrap_move, "sample": wrap_sample}
 
 
-@fault("a block released before its copy", "I3.order")
+@fault("a block released before its copy", WORKER, "I3.order")
 def released_early(engine):
     """The next owner of a released block clears it while its tokens are still to be copied."""
     runner = engine.runner
-    apply = runner._vtoken_apply
 
-    def _vtoken_apply(scheduler_output):
-        plan = getattr(scheduler_output, "vtoken", None)
-        for r, req_id in enumerate(plan.req_ids if plan is not None else ()):
-            if plan.rewrites_row[r]:
-                row = np.asarray(runner.requests[req_id].block_ids[0])
-                gone = np.setdiff1d(row, row[plan.row_of(r)])
-                if len(gone):
-                    runner._zero_block_ids(gone.tolist())
-        apply(scheduler_output)
+    def wrapper(apply):
+        def clear_first(scheduler_output):
+            plan = getattr(scheduler_output, "vtoken", None)
+            for r, req_id in enumerate(plan.req_ids if plan is not None else ()):
+                if plan.rewrites_row[r]:
+                    row = np.asarray(runner.requests[req_id].block_ids[0])
+                    gone = np.setdiff1d(row, row[plan.row_of(r)])
+                    if len(gone):
+                        runner._zero_block_ids(gone.tolist())
+            apply(scheduler_output)
 
-    with replaced(runner, "_vtoken_apply", _vtoken_apply):
-        yield
+        return clear_first
+
+    return {"apply plan": wrapper}
 
 
-@fault("a live bit flipped", "I1.ids", config=HOLES)
+@fault("a live bit flipped", WORKER, "I1.ids", config=HOLES)
 def live_bit_flipped(engine):
-    layouts = engine.runner.vtoken_layouts
-    apply = layouts.apply
+    masks = engine.runner.vtoken_layouts.masks
 
-    def flip(plan):
-        apply(plan)
-        for mask in layouts.masks.values():
-            mask[0] = False  # id 0, a sink
+    def wrapper(apply):
+        def flip(plan):
+            apply(plan)
+            for mask in masks.values():
+                mask[0] = False  # id 0, a sink
 
-    with replaced(layouts, "apply", flip):
-        yield
+        return flip
+
+    return {"apply layouts": wrapper}
 
 
-@fault("a row rewritten in another order", "I2.worker")
+@fault("a row rewritten in another order", WORKER, "I2.worker")
 def row_misordered(engine):
-    runner = engine.runner
-    rewrite = runner._vtoken_rewrite_row
-    with replaced(
-        runner, "_vtoken_rewrite_row", lambda r, kept, *rest: rewrite(r, kept[::-1], *rest)
-    ):
-        yield
+    def wrapper(rewrite):
+        return lambda req_id, kept, *rest: rewrite(req_id, kept[::-1], *rest)
+
+    return {"rewrite row": wrapper}
 
 
-@fault("positions taken from physical indices", "positions")
+@fault("positions taken from physical indices", WORKER, "positions")
 def physical_positions(engine):
-    runner = engine.runner
-    use = runner._vtoken_use_physical_lengths
+    def wrapper(use):
+        def use_physical(n, positions):
+            index = use(n, positions)
+            positions.copy_(index)
+            return index
 
-    def use_physical(n, positions):
-        index = use(n, positions)
-        positions.copy_(index)
-        return index
+        return use_physical
 
-    with replaced(runner, "_vtoken_use_physical_lengths", use_physical):
-        yield
+    return {"use lengths": wrapper}

@@ -66,7 +66,7 @@ class VTokenRunnerV1Mixin:
 
     vtoken_config = None
     vtoken_attention = None  # the device's attention wrapper; also moves KV
-    vtoken_checker = None  # vtoken.vllm_plugin.checks.WorkerChecker where invariants are watched
+    vtoken_checker = None  # vtoken.checks.worker_side.WorkerChecker where invariants are watched
 
     def _vtoken_init(self, vllm_config) -> None:
         compat.check_worker_side()
@@ -242,10 +242,10 @@ class VTokenRunnerV1Mixin:
         if self.vtoken_checker is not None:
             self.vtoken_checker.stop()
             self.vtoken_checker = None
-        if self.vtoken_config.hash_kv_every:
-            from vtoken.vllm_plugin.checks import make_worker_checker
+        if self.vtoken_config.hash_kv_every and self.vtoken_attention is not None:
+            from vtoken.checks.worker_side import WorkerChecker
 
-            self.vtoken_checker = make_worker_checker(self, self.vtoken_config)
+            self.vtoken_checker = WorkerChecker(self, self.vtoken_config)
 
 
 def attach(output, name: str, value):

@@ -59,9 +59,9 @@ class VTokenSchedulerMixin:
             model=self.vllm_config.model_config.model,
         )
         if config.hash_kv_every:
-            from vtoken.vllm_plugin.checks import SchedulerChecker  # brings torch in
+            from vtoken.checks.scheduler_side import SchedulerChecker
 
-            self.vtoken.checker = SchedulerChecker(self.vtoken)
+            self.vtoken.checker = SchedulerChecker(self.vtoken, self.vllm_config)
         return self.vtoken
 
     def _allocate_slots(self, request, num_new_tokens, num_new_computed_tokens=0, *args, **kwargs):

@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vtoken.errors import InvariantViolation
 from vtoken_cli.options import ENGINE, VTOKEN, Opt, Run, command
 from vtoken_cli.parsers import choice, count
 
 if TYPE_CHECKING:
-    from vtoken.verify.suites import Report
+    from vtoken.verify.findings import Report
 
 SUITES = ("invariants", "reference", "quality", "faults", "all")
 DEFAULT_EVENTS = 2000
@@ -41,12 +42,14 @@ def verify(run: Run) -> None:
     """
     from vtoken.experiments.results import collect_environment, utc_now
     from vtoken.models import resolve_model
-    from vtoken.verify.suites import Report
+    from vtoken.verify.findings import Report
+    from vtoken.verify.matrix import layouts_of
 
     started_at, start = utc_now(), time.monotonic()
     if run.own.get("replay"):
         _replay(run)
         return
+    layouts_of(run.vtoken.get("mode"))  # refuses a mode without evictions before anything starts
     model = run.engine.pop("model", "smollm2-135m")
     model_path = resolve_model(model, run.out.note)
     plan = _what_to_run(run)
@@ -108,7 +111,7 @@ def _run_suites(run: Run, plan: dict, report: Report, model: str, model_path: st
         settings = EngineSettings(
             model=resolve_model("tiny-llama", run.out.note), **suites.FAULT_SETTINGS
         )
-        with run.out.progress(len(suites.FAULTS), "faults") as bar:
+        with run.out.progress(len(suites.LIVE_FAULTS), "faults") as bar:
             suites.run_faults(report, settings, advance=lambda text: bar.advance(text=text))
     if "quality" in plan and report.violation is None:
         from vtoken.experiments.quality import run_quality
@@ -122,12 +125,11 @@ def _run_suites(run: Run, plan: dict, report: Report, model: str, model_path: st
 
 
 def _coverage(run: Run, report: Report, base: dict, user: dict, model_path: str, seed: int) -> None:
-    from vtoken.verify.matrix import LAYOUTS, build_matrix
+    from vtoken.verify.matrix import build_matrix, layouts_of
     from vtoken.verify.suites import run_coverage
 
     user = {k: v for k, v in user.items() if k != "hash_kv_every"}
-    mode = user.pop("mode", None)
-    layouts = [n for n, fields in LAYOUTS.items() if mode in (None, fields["mode"])]
+    layouts = layouts_of(user.pop("mode", None))
     base = {k: v for k, v in base.items() if k != "block_size"}
     matrix = build_matrix(_policies(run), layouts, full=bool(run.own.get("full")))
     total = sum(len(cells) for cells in matrix.values())
@@ -140,8 +142,8 @@ def _coverage(run: Run, report: Report, base: dict, user: dict, model_path: str,
 
 def _finish(run, report, config, environment, started_at, seconds) -> None:
     """Show, write, and end with the right exit code."""
+    from vtoken.checks.report import save_report
     from vtoken.experiments.results import make_result, plain, save_result
-    from vtoken.verify.report import save_report
     from vtoken.verify.show import show_report
 
     sections = report.sections() | {"duration_s": seconds}
@@ -158,27 +160,29 @@ def _finish(run, report, config, environment, started_at, seconds) -> None:
         run.out.warn(f"report: {path}; run it again with: vtoken verify --replay {path}")
         raise report.violation
     if not report.passed:
-        from vtoken.errors import InvariantViolation
-
         raise InvariantViolation("verify", "; ".join(report.failures()))
 
 
 def _replay(run: Run) -> None:
-    from vtoken.verify.replay import replay
-    from vtoken.verify.report import load_report
+    from vtoken.verify.replay import load_report, replay
 
     report = load_report(run.own["replay"])
     violation, tally = replay(report)
     same = violation is not None and violation.report.get("check") == report["check"]
+    passed = violation is None and tally.changes > 0
     result = {
         "schema_version": 1, "command": "verify", "replayed": run.own["replay"],
-        "reproduced": same, "passed": violation is None, "invariants": tally.rows(),
+        "reproduced": same, "passed": passed, "invariants": tally.rows(),
         "violation": None if violation is None else violation.report,
     }  # fmt: skip
     run.out.result(result)
-    if violation is None:
+    if passed:
         run.out.print("The run went through: the violation did not come back.")
         return
+    if violation is None:
+        raise InvariantViolation(
+            "verify", "the replayed run changed no layout: nothing was checked"
+        )
     step = violation.report.get("step")
     was = f"as reported (step {report['step']})" if same else f"reported was {report['check']}"
     run.out.print(f"Violated again at step {step}: {violation.report.get('check')}, {was}.")

@@ -49,3 +49,11 @@ class CheckPlan:
     step_seq: int
     requests: list[RequestCheck] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
+
+
+def first_ids(scheduler_output) -> dict[str, int]:
+    """Tokens that each scheduled request had computed before the step: the first id it computes."""
+    cached = scheduler_output.scheduled_cached_reqs
+    first = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    first.update((r.req_id, r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs)
+    return first

@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from vtoken.checks.base import invariant_of
+from vtoken.checks.operations import OperationLog
+from vtoken.checks.plan import Arrival
 from vtoken.core.messages import StepPlan
 from vtoken.errors import ConfigError
-from vtoken.verify.operations import OperationLog
-from vtoken.verify.plan import Arrival
 
 REPORT_VERSION = 1
 KEEP_PROMPT_TOKENS = 1 << 20  # of the requests a report can replay, the newest: 4 MiB
@@ -46,12 +46,15 @@ class ReplayLog:
             self._num_tokens -= len(self.arrivals.popleft().prompt_token_ids)
 
     def as_dict(self) -> dict[str, object]:
-        requests = []
-        for a in self.arrivals:
-            row = asdict(a)
-            row["step"] = row.pop("step_seq")
-            row["prompt_token_ids"] = a.prompt_token_ids.tolist()
-            requests.append(row)
+        requests = [
+            {
+                "step": a.step_seq,
+                "req_id": a.req_id,
+                "prompt_token_ids": a.prompt_token_ids.tolist(),
+                "max_tokens": a.max_tokens,
+            }
+            for a in self.arrivals
+        ]
         return {"settings": self.settings, "config": self.config, "requests": requests}
 
 
@@ -89,7 +92,7 @@ def make_report(
     return {
         "schema_version": REPORT_VERSION,
         "command": "verify",
-        "invariant": check.split(".")[0],
+        "invariant": invariant_of(check),
         "check": check,
         "message": message,
         "step": step_seq,
@@ -103,25 +106,18 @@ def make_report(
 
 
 def save_report(report: dict, folder: str | Path = ".") -> Path:
-    """Write a report as `vtoken-violation-<invariant>-step<N>.json`."""
-    from vtoken.experiments.results import write_json
-
-    name = f"vtoken-violation-{report['invariant']}-step{report['step']}.json"
-    return write_json(Path(folder) / name, report)
-
-
-def load_report(path: str | Path) -> dict:
-    """Read a report back.
+    """Write a report as `vtoken-violation-<invariant>-step<N>.json`.
 
     Raises:
-        ConfigError: it is not a violation report, or of another version.
+        ConfigError: the folder cannot be written to.
     """
+    path = Path(folder) / f"vtoken-violation-{report['invariant']}-step{report['step']}.json"
+    unfinished = path.with_suffix(".part")  # a reader never sees half a report
     try:
-        report = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError("--replay", str(path), f"a readable violation report ({error})") from None
-    if not isinstance(report, dict) or not isinstance(report.get("replay"), dict):
-        raise ConfigError("--replay", str(path), "a violation report with a `replay` section")
-    if report.get("schema_version") != REPORT_VERSION:
-        raise ConfigError("--replay", str(path), f"a report with schema_version {REPORT_VERSION}")
-    return report
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        allowed = f"a folder that can be written to ({error.strerror})"
+        raise ConfigError("--output", str(path.parent), allowed) from error
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 INVARIANTS = ("I1", "I2", "I3", "I4", "conservation", "positions", "scores")
@@ -28,6 +29,10 @@ def invariant_of(check: str) -> str:
     return check.split(".")[0]
 
 
+def _zeros() -> dict[str, int]:
+    return dict.fromkeys(INVARIANTS, 0)
+
+
 @dataclass
 class Tally:
     """How often each invariant was checked, and how often it failed.
@@ -42,8 +47,8 @@ class Tally:
         off: checks left out, to show that each of them is needed.
     """
 
-    events: dict[str, int] = field(default_factory=lambda: dict.fromkeys(INVARIANTS, 0))
-    violations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(INVARIANTS, 0))
+    events: dict[str, int] = field(default_factory=_zeros)
+    violations: dict[str, int] = field(default_factory=_zeros)
     changes: int = 0
     hashed_tokens: int = 0
     off: frozenset[str] = frozenset()
@@ -57,15 +62,20 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Add another tally's numbers to these."""
-        for name in INVARIANTS:
-            self.events[name] += other.events[name]
-            self.violations[name] += other.violations[name]
+        self.add_counts(other.counts())
         self.changes += other.changes
         self.hashed_tokens += other.hashed_tokens
 
     def counts(self) -> dict[str, list[int]]:
         """Events and violations per invariant: what crosses between processes."""
-        return {n: [self.events[n], self.violations[n]] for n in INVARIANTS if self.events[n]}
+        found = {name: [self.events[name], self.violations[name]] for name in INVARIANTS}
+        return {name: pair for name, pair in found.items() if any(pair)}
+
+    def add_counts(self, counts: Mapping[str, Sequence[int]]) -> None:
+        """Add what another tally's `counts` gave."""
+        for name, (events, violations) in counts.items():
+            self.events[name] += events
+            self.violations[name] += violations
 
     def rows(self) -> list[dict[str, object]]:
         """Result rows, one per invariant."""

@@ -9,102 +9,52 @@ Legend: M live tokens of a request, S slots of the pool.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from vtoken.checks.checker import Checker
+from vtoken.checks.hashing import SlotHasher, digest
+from vtoken.checks.operations import NO_SLOTS, check_order
+from vtoken.checks.plan import CheckPlan, RequestCheck, first_ids
+from vtoken.checks.slot_books import SlotBooks
 from vtoken.core.messages import StepPlan
-from vtoken.verify.checker import Checker
-from vtoken.verify.hashing import SlotHasher, digest
-from vtoken.verify.operations import OperationLog, check_order
-from vtoken.verify.plan import CheckPlan, RequestCheck
 
 
+@dataclass(slots=True)
 class _Before:
     """A request's live tokens in the layout of the last step, less the victims; sorted by id."""
 
-    __slots__ = ("hashes", "ids", "scores", "slots")
-
-    def __init__(self, ids, hashes, scores, slots) -> None:
-        self.ids, self.hashes, self.scores, self.slots = ids, hashes, scores, slots
+    ids: np.ndarray
+    hashes: np.ndarray
+    scores: np.ndarray | None
+    slots: np.ndarray
 
 
 class WorkerChecker(Checker):
     """Checks layouts, K/V, order, positions and scores. Called by the runner.
 
     Attributes:
-        labels: int32[S], the logical id that the worker last put in each slot; -1: not known.
-        records: uint32[S], the hash of what was computed for it; valid where `recorded`.
+        books: what the worker put in each slot.
         lengths: per request, slots its attention covered in its last step.
     """
 
-    def __init__(self, runner, attention, vllm_config, config) -> None:
-        super().__init__(vllm_config, config)
-        self.attention = attention
+    def __init__(self, runner, config) -> None:
+        super().__init__(runner.vllm_config, config)
+        self.attention = attention = runner.vtoken_attention
         self.block_size = attention.block_size
-        num_slots = attention.kvs[0].shape[0] * self.block_size
         self.hasher = SlotHasher(attention.kvs, attention.layout)
-        self.labels = np.full(num_slots, -1, np.int32)
-        self.records = np.zeros(num_slots, np.uint32)
-        self.recorded = np.zeros(num_slots, bool)
+        self.books = SlotBooks(attention.kvs[0].shape[0] * self.block_size, self.block_size)
+        self.books.listen(runner, attention)
         self.lengths: dict[str, int] = {}
-        self.log = OperationLog()
         self._plan: CheckPlan | None = None
         self._step_plan: StepPlan | None = None
         self._before: dict[str, _Before] = {}
-        self._written = np.empty(0, np.int64)
         self._told: dict[str, list[int]] = {}
-        self._undo = []
-        self._watch(runner)
-
-    # ---- recording ---------------------------------------------------------------------------
-
-    def _watch(self, runner) -> None:
-        """Record moves, zeroing, KV writes and attention where they happen."""
-        first = self.attention.layers[0].impl
-
-        def after(owner, name, note):
-            inner = getattr(owner, name)
-
-            def watched(*args, **kwargs):
-                out = inner(*args, **kwargs)
-                note(*args, **kwargs)
-                return out
-
-            setattr(owner, name, watched)
-            self._undo.append((owner, name, inner))
-
-        after(self.attention, "move", self._note_move)
-        after(runner, "_zero_block_ids", self._note_zero)
-        after(first, "do_kv_cache_update", lambda *a, **k: self.log.record("write", self._written))
-        after(first, "forward", lambda *a, **k: self.log.record("attention"))
 
     def stop(self) -> None:
-        """Take the recording off."""
-        for owner, name, inner in reversed(self._undo):
-            setattr(owner, name, inner)
-        self._undo.clear()
-
-    def _note_move(self, source: np.ndarray, destination: np.ndarray) -> None:
-        self.log.record("move", source, destination)
-        for book in (self.labels, self.records, self.recorded):
-            book[destination] = book[source]
-
-    def _note_zero(self, block_ids) -> None:
-        slots = self._block_slots(block_ids)
-        self.log.record("zero", slots)
-        self.labels[slots] = -1
-        self.recorded[slots] = False
-
-    def _note_copies(self, copies) -> None:
-        """vLLM's copy-on-write of blocks, which `_update_states` ran after zeroing."""
-        pairs = np.array([(c.src_block_id, c.dst_block_id) for c in copies], np.int64)
-        source, destination = self._block_slots(pairs[:, 0]), self._block_slots(pairs[:, 1])
-        self.log.record("copy", destination, source)
-        for book in (self.labels, self.records, self.recorded):
-            book[destination] = book[source]
-
-    def _block_slots(self, block_ids) -> np.ndarray:
-        blocks = np.asarray(block_ids, np.int64)
-        return (blocks[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)
+        """Watch the runner no more."""
+        self.books.stop()
 
     # ---- before the moves --------------------------------------------------------------------
 
@@ -113,10 +63,10 @@ class WorkerChecker(Checker):
         self._plan = plan = getattr(getattr(scheduler_output, "vtoken", None), "check", None)
         self._step_plan = getattr(scheduler_output, "vtoken", None)
         self._before = {}
-        self.log.begin_step(plan.step_seq if plan is not None else self.log.step_seq + 1)
-        for req_id in scheduler_output.finished_req_ids:
-            self.lengths.pop(req_id, None)
-        for req_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+        log = self.books.log
+        log.begin_step(plan.step_seq if plan is not None else log.step_seq + 1)
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        for req_id in (*scheduler_output.finished_req_ids, *resumed):
             self.lengths.pop(req_id, None)
         if plan is None:
             return
@@ -126,7 +76,7 @@ class WorkerChecker(Checker):
             length = self.lengths.get(c.req_id)
             if length is None:
                 wrong = f"{c.req_id}: planned for, but this worker holds no KV of it"
-                self._require("I4.snapshot", [wrong], c)
+                self._require("I4.snapshot", [wrong], c.req_id)
                 continue
             row = np.asarray(runner.requests[c.req_id].block_ids[0], np.int64)
             slots_of[c.req_id] = self._live_slots(row, length, masks.get(c.req_id))
@@ -136,29 +86,26 @@ class WorkerChecker(Checker):
     def _live_slots(self, row: np.ndarray, length: int, mask) -> np.ndarray:
         """int64[M], slots of a layout's live tokens by physical index."""
         N = self.block_size
-        physical = np.arange(length)
+        live = np.ones(length, bool)
         if mask is not None:
             covered = mask[:length]
-            keep = np.ones(length, bool)
-            keep[: len(covered)] = covered
-            physical = physical[keep]
+            live[: len(covered)] = covered
+        physical = np.flatnonzero(live)
         return row[physical // N] * N + physical % N
 
     def _take_before(self, plan: CheckPlan, slots_of: dict[str, np.ndarray]) -> None:
         hashes = self._hash(list(slots_of.values()))
         for c in plan.requests:
-            slots = slots_of.get(c.req_id)
-            if slots is None:
+            if c.req_id not in slots_of:
                 continue
-            h = hashes.pop(0)
+            slots, h = slots_of[c.req_id], hashes.pop(0)
             ids = c.ids_before[c.ids_before >= 0]
             if not self._agree(c, slots, ids, "before the step"):
                 continue
-            known = self.recorded[slots]
-            bad = known & (self.records[slots] != h)
+            bad = self.books.recorded[slots] & (self.books.records[slots] != h)
             if bad.any():
                 wrong = f"{c.req_id}: K/V of ids {ids[bad][:8].tolist()} changed since computed"
-                self._require("I1.written", [wrong], c, ids=ids[bad], slots=slots[bad])
+                self._require("I1.written", [wrong], c.req_id, ids=ids[bad], slots=slots[bad])
             stays = ~np.isin(ids, c.victims)
             order = np.argsort(ids[stays])
             slots = slots[stays][order]
@@ -174,28 +121,29 @@ class WorkerChecker(Checker):
 
     def _agree(self, c: RequestCheck, slots: np.ndarray, ids: np.ndarray, when: str) -> bool:
         """The worker's own labels of its live slots are the ids the scheduler has there."""
+        book = self.books.labels
         if len(slots) != len(ids):
-            labels = self.labels[slots]
+            labels = book[slots]
             odd = np.setxor1d(labels[labels >= 0], ids)
             wrong = f"{c.req_id}: {len(slots)} live tokens {when}, the scheduler has {len(ids)}"
-            self._require("I1.ids", [wrong], c, ids=odd, slots=slots)
+            self._require("I1.ids", [wrong], c.req_id, ids=odd, slots=slots)
             return False
-        low, high = self.block_size, len(self.labels)
+        low, high = self.block_size, len(book)
         valid = not len(slots) or (slots.min() >= low and slots.max() < high)
         if not valid or len(np.unique(slots)) != len(slots):
             wrong = f"{c.req_id}: a slot is used twice, or lies outside the pool, {when}"
-            self._require("I2.worker", [wrong], c, slots=slots)
+            self._require("I2.worker", [wrong], c.req_id, slots=slots)
             return False
-        labels = self.labels[slots]
-        unknown = labels < 0  # computed before anybody watched
-        self.labels[slots[unknown]] = ids[unknown]
+        labels = book[slots]
+        unknown = labels < 0  # computed before the checks began
+        book[slots[unknown]] = ids[unknown]
         bad = ~unknown & (labels != ids)
         if bad.any():
             wrong = (
                 f"{c.req_id}: slots {slots[bad][:8].tolist()} hold ids {labels[bad][:8].tolist()} "
                 f"{when}, the scheduler has ids {ids[bad][:8].tolist()} there"
             )
-            self._require("I2.worker", [wrong], c, ids=ids[bad], slots=slots[bad])
+            self._require("I2.worker", [wrong], c.req_id, ids=ids[bad], slots=slots[bad])
             return False
         return True
 
@@ -204,7 +152,7 @@ class WorkerChecker(Checker):
     def before_attention(self, runner, scheduler_output) -> None:
         """Compare; the rows are final, moves and zeroing are done, attention has not begun."""
         if scheduler_output.kv_cache_block_copies:
-            self._note_copies(scheduler_output.kv_cache_block_copies)
+            self.books.note_block_copies(scheduler_output.kv_cache_block_copies)
         self._check_order()
         batch, n = runner.input_batch, runner.input_batch.num_reqs
         starts = runner.query_start_loc.np[: n + 1]
@@ -215,50 +163,42 @@ class WorkerChecker(Checker):
         slots = batch.block_table[0].slot_mapping.gpu[:total].cpu().numpy().astype(np.int64)
         if self._before:
             self._check_after(runner, starts, slots)
-        self.labels[slots] = positions
-        self.recorded[slots] = False
-        self._written = slots
+        self.books.expect_tokens(slots, positions)
         self.lengths.update(zip(batch.req_ids, runner.seq_lens[:n].tolist(), strict=True))
 
     def _check_order(self) -> None:
         plan = self._step_plan
         if plan is None or not len(plan.move_source):
             return
-        wrong = check_order(self.log.current, plan.move_source, plan.move_destination)
+        wrong = check_order(self.books.log.current, plan.move_source, plan.move_destination)
         self._require("I3.order", wrong, None, slots=plan.move_source)
 
     def _check_positions(self, batch, starts, positions, scheduler_output) -> None:
-        cached = scheduler_output.scheduled_cached_reqs
-        first = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        first.update((r.req_id, r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs)
-        counts = np.diff(starts)
+        first, counts = first_ids(scheduler_output), np.diff(starts)
         begin = np.array([first[r] for r in batch.req_ids], np.int64)
         expected = np.repeat(begin - starts[:-1], counts) + np.arange(len(positions))
         self.tally.count("positions", len(positions))
         bad = np.flatnonzero(positions != expected)
-        if len(bad) and self.tally.is_on("positions"):
+        if len(bad):
             r = int(np.searchsorted(starts, bad[0], side="right")) - 1
             req_id = batch.req_ids[r]
-            self.fail(
-                "positions",
-                f"{req_id}: the model is given position {positions[bad[0]]} for id {expected[bad[0]]}",
-                step_seq=self.log.step_seq, req_id=req_id, ids=expected[bad], log=self.log,
-                plan=self._step_plan,
-            )  # fmt: skip
+            position, logical = positions[bad[0]], expected[bad[0]]
+            wrong = f"{req_id}: the model is given position {position} for id {logical}"
+            self._require("positions", [wrong], req_id, ids=expected[bad])
 
     def _check_after(self, runner, starts, new_slots) -> None:
-        checks = [c for c in self._plan.requests if c.req_id in self._before]
-        parts, ids_of, kept = [], [], []
-        for c in checks:
+        agreed = []
+        for c in self._plan.requests:
+            if c.req_id not in self._before:
+                continue
             slots, ids = self._after_layout(runner, c, starts, new_slots)
             if self._agree(c, slots, ids, "after the step's changes"):
                 order = np.argsort(ids)
-                parts.append(slots[order])
-                ids_of.append(ids[order])
-                kept.append(c)
-        if not kept:
+                agreed.append((c, slots[order], ids[order]))
+        if not agreed:
             return
-        for c, slots, ids, h in zip(kept, parts, ids_of, self._hash(parts), strict=True):
+        hashes = self._hash([slots for _, slots, _ in agreed])
+        for (c, slots, ids), h in zip(agreed, hashes, strict=True):
             self._compare(c, slots, ids, h)
 
     def _after_layout(self, runner, c: RequestCheck, starts, new_slots):
@@ -283,7 +223,7 @@ class WorkerChecker(Checker):
         if not np.array_equal(ids, before.ids):
             odd = np.setxor1d(ids, before.ids)
             wrong = f"{c.req_id}: ids {odd[:8].tolist()} were lost or came back"
-            self._require("I1.ids", [wrong], c, ids=odd)
+            self._require("I1.ids", [wrong], c.req_id, ids=odd)
             return
         if digest(ids, hashes) != digest(before.ids, before.hashes):
             bad = hashes != before.hashes
@@ -291,7 +231,7 @@ class WorkerChecker(Checker):
                 f"{c.req_id}: K/V of ids {ids[bad][:8].tolist()} changed on the way from slots "
                 f"{before.slots[bad][:8].tolist()} to {slots[bad][:8].tolist()}"
             )
-            self._require("I1.relocated", [wrong], c, ids=ids[bad], slots=slots[bad])
+            self._require("I1.relocated", [wrong], c.req_id, ids=ids[bad], slots=slots[bad])
         if before.scores is not None:
             if c.relocates:
                 self.tally.count("scores")
@@ -299,7 +239,7 @@ class WorkerChecker(Checker):
             bad = now != before.scores
             if bad.any():
                 wrong = f"{c.req_id}: the scores of ids {ids[bad][:8].tolist()} did not move along"
-                self._require("scores", [wrong], c, ids=ids[bad], slots=slots[bad])
+                self._require("scores", [wrong], c.req_id, ids=ids[bad], slots=slots[bad])
 
     # ---- after attention ---------------------------------------------------------------------
 
@@ -309,10 +249,11 @@ class WorkerChecker(Checker):
         if plan is not None and len(plan.move_source):
             self.tally.count("I3")
             self._check_order()
-        if self.every == 1 and len(self._written):
-            self.records[self._written] = self.hasher.hash_slots(self._written)
-            self.recorded[self._written] = True
-        self._written = np.empty(0, np.int64)
+        books, written = self.books, self.books.written
+        if self.every == 1 and len(written):
+            books.records[written] = self.hasher.hash_slots(written)
+            books.recorded[written] = True
+        books.written = NO_SLOTS
 
     def take_counts(self) -> dict[str, list[int]] | None:
         """What was checked so far, where it grew since the last call: for the scheduler."""
@@ -322,11 +263,10 @@ class WorkerChecker(Checker):
         self._told = counts
         return counts
 
-    def _require(self, check: str, wrong: list[str], c: RequestCheck | None, **details) -> None:
-        req_id = c.req_id if c is not None else None
-        if c is None and self._step_plan is not None and self._step_plan.req_ids:
-            req_id = self._step_plan.req_ids[0]
+    def _require(self, check: str, wrong: list[str], req_id: str | None, **details) -> None:
+        plan, log = self._step_plan, self.books.log
+        if req_id is None and plan is not None and plan.req_ids:
+            req_id = plan.req_ids[0]
         self.require(
-            check, wrong, step_seq=self.log.step_seq, req_id=req_id, plan=self._step_plan,
-            log=self.log, **details,
-        )  # fmt: skip
+            check, wrong, step_seq=log.step_seq, req_id=req_id, plan=plan, log=log, **details
+        )

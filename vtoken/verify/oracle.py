@@ -2,7 +2,7 @@
 
 The oracle never looks at tables, layouts, slots or plans. It follows the scheduler's output (who
 got how many tokens), decides evictions with a function of its own, and computes the contents of
-`vtoken.testing.worker_model` over its dictionaries. Whatever the machine does with blocks, its
+`vtoken.verify.contents` over its dictionaries. Whatever the machine does with blocks, its
 attention must have read exactly the contents that stand here.
 """
 
@@ -16,10 +16,10 @@ from zlib import crc32
 import numpy as np
 
 from vtoken.config import VTokenConfig
-from vtoken.testing.worker_model import Read, chunk_contents, clean_contents, sample, sum_of
+from vtoken.verify.contents import Read, chunk_contents, clean_contents, sample, sum_of
 
 SCORE_DELAY_STEPS = 2  # a decision uses the report of two steps ago
-# Reports are asked for when a decision may come; where nobody asked, it comes this much later.
+# Reports are asked for when a decision may come; where none was, it comes this much later.
 MAX_LATE_STEPS = 2
 
 # Tokens kept besides the recent window and the recent window where it does not follow the budget.
@@ -30,9 +30,6 @@ SCORED = {"h2o", "scissorhands", "fastgen", "snapkv", "tova", "knorm"}
 Victims = Callable[..., set[int]]
 """(policy, live=, L=, prompt_len=, budget=, scores=, token_ids=, seed=, prompt_hash=, protected=,
 num_evict=, sinks=, recent=, block=, **parameters) -> ids to evict."""
-
-ScoreOf = Callable[[int, int, int], float]
-"""(prompt hash, logical id, tokens computed by then) -> attention score."""
 
 
 def made_up_score(prompt_hash: int, logical: int, num_computed_tokens: int) -> float:
@@ -103,15 +100,13 @@ class Oracle:
     """
 
     def __init__(
-        self, config: VTokenConfig | None, block_size: int, victims: Victims | None = None,
-        score_of: ScoreOf = made_up_score,
-    ) -> None:  # fmt: skip
+        self, config: VTokenConfig | None, block_size: int, victims: Victims | None = None
+    ) -> None:
         self.config = config
         self.rules = Rules(config, block_size) if config is not None and config.evicts else None
-        self.victims, self.score_of = victims, score_of
+        self.victims = victims
         self.requests: dict[str, OracleRequest] = {}
         self.num_evicted = 0
-        self.num_steps = 0
 
     # ---- following the scheduler -----------------------------------------------------------
 
@@ -131,7 +126,6 @@ class Oracle:
         Returns:
             What is wrong with the recorded ids.
         """
-        self.num_steps += 1
         for req_id in scheduler_output.finished_req_ids:
             self.requests.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
@@ -190,7 +184,7 @@ class Oracle:
                 return
             known, at = self._report(request, step_seq)
             scores = [
-                self.score_of(request.prompt_hash, i, at) if i in known else math.nan for i in free
+                made_up_score(request.prompt_hash, i, at) if i in known else math.nan for i in free
             ]
         request.num_late = 0
         gone = self.victims(
@@ -204,7 +198,7 @@ class Oracle:
 
     @staticmethod
     def _report(request: OracleRequest, step_seq: int) -> tuple[set[int], int]:
-        """The report of two steps ago; a prompt that was put off goes by its last chunk's."""
+        """The report of two steps ago; a deferred prompt goes by its last chunk's."""
         step = step_seq - SCORE_DELAY_STEPS
         if request.num_computed < request.num_given and step not in request.reports:
             step = max((s for s in request.reports if s <= step), default=step)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from vtoken.errors import InvariantViolation
-from vtoken.verify.base import Tally, invariant_of
-from vtoken.verify.report import ReplayLog, make_report, save_report
+from vtoken.checks.base import Tally, invariant_of
+from vtoken.checks.report import ReplayLog, make_report, save_report
+from vtoken.errors import ConfigError, InvariantViolation
 
 logger = logging.getLogger("vllm.vtoken")
 
@@ -55,8 +55,11 @@ class Checker:
         self.tally.violations[name] += 1
         report = make_report(check, message, replay=self.replay, **details)
         if self.report_dir is not None:
-            path = save_report(report, self.report_dir)
-            logger.error("vToken: %s violated: %s; report: %s", name, message, path)
+            try:
+                where = save_report(report, self.report_dir)
+            except ConfigError as error:  # the violation is the news, not the full disk
+                where = f"not written, {error}"
+            logger.error("vToken: %s violated: %s; report: %s", name, message, where)
         raise InvariantViolation(name, message, report)
 
     def require(self, check: str, wrong: list[str], **details) -> None:
