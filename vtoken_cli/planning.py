@@ -91,7 +91,7 @@ def plan(run: Run, given: dict[str, Any], make_settings) -> bool:
     Raises:
         ConfigError: a setting is wrong.
     """
-    from vtoken.experiments.planning import check_score_free
+    from vtoken.experiments.capacity.planned_scan import check_score_free
 
     if "cases" in given:
         return run_cases(run, given["cases"], make_settings)
@@ -112,8 +112,8 @@ def plan(run: Run, given: dict[str, Any], make_settings) -> bool:
 def _run_scan(run: Run, given: dict[str, Any], settings) -> bool:
     from rich.markup import escape
 
-    from vtoken.experiments.capacity_view import answer_lines, points_table, write_plots
-    from vtoken.experiments.planning import PlannedScan, boundary_rows, plan_for
+    from vtoken.experiments.capacity.planned_scan import PlannedScan, boundary_rows, plan_for
+    from vtoken.experiments.capacity.show import answer_lines, points_table, write_plots
 
     memory = plan_for(settings, given["device"])
     say_memory(run, memory)
@@ -140,7 +140,7 @@ def _run_scan(run: Run, given: dict[str, Any], settings) -> bool:
 def _run_inverse(run: Run, given: dict[str, Any], settings) -> bool:
     from rich.markup import escape
 
-    from vtoken.experiments.planning import need_sentence, needs_for, plan_for
+    from vtoken.experiments.capacity.planned_scan import need_sentence, needs_for, plan_for
 
     memory = plan_for(settings, given["device"])
     context = given.get("target_context")
@@ -170,10 +170,15 @@ def _run_inverse(run: Run, given: dict[str, Any], settings) -> bool:
 def _run_trace(run: Run, given: dict[str, Any], settings) -> bool:
     from rich.markup import escape
 
-    from vtoken.experiments.fleet import fleet_sentence, make_router, size_fleet
-    from vtoken.experiments.fleet_model import ReplicaModel, calibrate
-    from vtoken.experiments.planning import plan_for
-    from vtoken.experiments.traces import Slo, TraceSetup, replay_trace, trace_sentence
+    from vtoken.experiments.capacity.planned_scan import plan_for
+    from vtoken.experiments.planning.approximate_replica import ReplicaModel, calibrate
+    from vtoken.experiments.planning.fleet import fleet_sentence, make_router, size_fleet
+    from vtoken.experiments.planning.trace_replay import (
+        Slo,
+        TraceSetup,
+        replay_trace,
+        trace_sentence,
+    )
     from vtoken.workloads import load_workload
     from vtoken.workloads.request import scale_rate, take
 

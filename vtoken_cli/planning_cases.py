@@ -18,7 +18,7 @@ def run_cases(run: Run, cases: list[dict[str, Any]], make_settings) -> bool:
     """Scan each case; next to each other the paper's figure, ours and the packed ideal."""
     from rich.markup import escape
 
-    from vtoken.experiments.planning import PlannedScan, case_rows, plan_for
+    from vtoken.experiments.capacity.planned_scan import PlannedScan, case_rows, plan_for
 
     rows, points = [], []
     for case in cases:
@@ -60,7 +60,7 @@ def _case_run(run: Run, case: dict[str, Any]) -> Run:
 
 def _write_plots(run: Run, name: str, result) -> None:
     """Plots of one case, in a folder of its own."""
-    from vtoken.experiments.capacity_view import write_plots
+    from vtoken.experiments.capacity.show import write_plots
 
     folder = run.output_dir / "-".join(re.findall(r"[a-z0-9.]+", str(name).lower()))
     folder.mkdir(parents=True, exist_ok=True)

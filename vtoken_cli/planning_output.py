@@ -10,8 +10,8 @@ from vtoken_cli.options import Run
 
 def step_cost(given: dict[str, Any], memory):
     """The cost model of a step, from a profile file or the device's own rates."""
-    from vtoken.experiments.cost_model import CostProfile, load_profile
-    from vtoken.experiments.modelled_clock import StepCost
+    from vtoken.experiments.planning.cost_model import CostProfile, load_profile
+    from vtoken.experiments.planning.modelled_clock import StepCost
 
     profile = given.get("cost_profile")
     return StepCost(
@@ -29,7 +29,7 @@ def plot_demand(run: Run, demand: list[dict[str, Any]], memory) -> None:
 
     if find_spec("matplotlib") is None:
         return run.out.warn("no plots: matplotlib is not installed")
-    from vtoken.experiments.plots import demand_over_time
+    from vtoken.experiments.report.plots import demand_over_time
 
     first = [row for row in demand if row["replica"] == 0]
     demand_over_time(
@@ -67,7 +67,12 @@ def _cell(value: Any) -> str:
 
 def finish(run: Run, settings, given, memory, sections, tables) -> None:
     """Write the result where it is wanted."""
-    from vtoken.experiments.results import collect_environment, make_result, save_result, utc_now
+    from vtoken.experiments.report.results import (
+        collect_environment,
+        make_result,
+        save_result,
+        utc_now,
+    )
 
     pool = {} if memory is None else {
         "block_size": memory.block_size, "usable_kv_blocks": memory.num_usable_blocks,

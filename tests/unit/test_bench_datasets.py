@@ -10,14 +10,14 @@ from capacity_fakes import SHAPE
 
 from vtoken.engine import EngineSettings
 from vtoken.errors import ConfigError
-from vtoken.experiments.bench import sla
+from vtoken.experiments.bench.bench_options import BenchSettings
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.journal import Journal
+from vtoken.experiments.bench.named_workloads import make_workload
 from vtoken.experiments.bench.pairing import BenchListener
-from vtoken.experiments.bench.settings import BenchSettings
-from vtoken.experiments.bench.suites import run_bench
-from vtoken.experiments.bench.tasks import make_task
-from vtoken.experiments.bench.workloads import make_workload
+from vtoken.experiments.bench.run import run_bench
+from vtoken.experiments.bench.suites import sla
+from vtoken.experiments.bench.suites.questions import make_task
 
 
 class NoEngine(Exception):

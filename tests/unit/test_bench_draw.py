@@ -9,12 +9,12 @@ from drawn_axes import keep_axes
 
 pytest.importorskip("matplotlib")
 
-from vtoken.experiments.bench import draw
+from vtoken.experiments.bench import suite_plots as draw
+from vtoken.experiments.bench.bench_options import BenchSettings
 from vtoken.experiments.bench.context import SuiteResult
-from vtoken.experiments.bench.report import draw_plots, make_bench_result, make_html
-from vtoken.experiments.bench.settings import BenchSettings
-from vtoken.experiments.bench.suites import BenchResult
-from vtoken.experiments.plot_style import COLOURS
+from vtoken.experiments.bench.output_files import draw_plots, make_bench_result, make_html
+from vtoken.experiments.bench.run import BenchResult
+from vtoken.experiments.report.plot_style import COLOURS
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from capacity_fakes import HOST, SHAPE, FakeWorld, make_requests
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings
 from vtoken.errors import ConfigError, InvariantViolation
-from vtoken.experiments.capacity import CapacityScan
-from vtoken.experiments.capacity_half import ScanListener
-from vtoken.experiments.capacity_prompts import PromptSource
-from vtoken.experiments.capacity_settings import ScanSettings, Series
+from vtoken.experiments.capacity.prompts import PromptSource
+from vtoken.experiments.capacity.scan import CapacityScan
+from vtoken.experiments.capacity.scan_options import ScanSettings
+from vtoken.experiments.capacity.scan_result import ScanListener
+from vtoken.experiments.planning.series import Series
 
 
 @pytest.fixture

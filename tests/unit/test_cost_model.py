@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vtoken.errors import ConfigError
-from vtoken.experiments.cost_model import (
+from vtoken.experiments.planning.cost_model import (
     CostProfile,
     add_work,
     decode_step_s,
@@ -18,7 +18,7 @@ from vtoken.experiments.cost_model import (
     step_flops,
     step_time_s,
 )
-from vtoken.experiments.devices import get_device, get_model_shape
+from vtoken.experiments.planning.devices import get_device, get_model_shape
 
 LLAMA = get_model_shape("llama-3.1-8b")
 SMOL = get_model_shape("smollm2-135m")

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from vtoken.errors import ConfigError, UnsupportedError
-from vtoken.experiments.devices import (
+from vtoken.experiments.planning.devices import (
     DEFAULT_OVERHEAD,
     GIB,
     OverheadRule,
@@ -19,8 +19,8 @@ from vtoken.experiments.devices import (
     need_memory,
     plan_memory,
 )
-from vtoken.experiments.environment import host_memory_bytes
-from vtoken.experiments.model_shapes import ARCHITECTURES, derived_num_params
+from vtoken.experiments.planning.model_shapes import ARCHITECTURES, derived_num_params
+from vtoken.experiments.report.environment import host_memory_bytes
 
 H100 = get_device("h100-80g")
 LLAMA = get_model_shape("meta-llama/Llama-3.1-8B")

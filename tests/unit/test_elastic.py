@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vtoken.experiments.elastic import (
+from vtoken.experiments.bench.suites.elastic import (
     STOCK_BLOCK_TOKENS,
     VTOKEN_BLOCK_TOKENS,
     ElasticSettings,

@@ -13,10 +13,7 @@ pytest.importorskip("vllm")
 from vtoken.config import VTokenConfig
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError, UnsupportedError
-from vtoken.experiments.capacity_settings import ScanSettings, Series
-from vtoken.experiments.cost_model import CostProfile, decode_step_s
-from vtoken.experiments.modelled_clock import StepCost
-from vtoken.experiments.planning import (
+from vtoken.experiments.capacity.planned_scan import (
     boundary_rows,
     case_rows,
     check_score_free,
@@ -26,6 +23,10 @@ from vtoken.experiments.planning import (
     scan_plan,
     verify_needs,
 )
+from vtoken.experiments.capacity.scan_options import ScanSettings
+from vtoken.experiments.planning.cost_model import CostProfile, decode_step_s
+from vtoken.experiments.planning.modelled_clock import StepCost
+from vtoken.experiments.planning.series import Series
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -142,7 +143,7 @@ def test_published_table_has_cases_that_agree_with_the_paper():
 
 
 def test_series_without_eviction_needs_full_blocks():
-    from vtoken.experiments.planning import peak_blocks
+    from vtoken.experiments.capacity.planned_scan import peak_blocks
 
     assert peak_blocks(settings(), Series("indirection", ""), 257, 16) == 17
 

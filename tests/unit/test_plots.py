@@ -12,7 +12,7 @@ from drawn_axes import keep_axes
 pytest.importorskip("matplotlib")
 
 from vtoken.errors import ConfigError
-from vtoken.experiments import plots
+from vtoken.experiments.report import plots
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -217,7 +217,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
 
 def test_importing_plots_does_not_import_matplotlib_and_drawing_needs_no_pyplot(tmp_path):
     code = (
-        "import sys; from vtoken.experiments import plots as p; a = 'matplotlib' in sys.modules; "
+        "import sys; from vtoken.experiments.report import plots as p; a = 'matplotlib' in sys.modules; "
         f"p.frontier_bars([], {str(tmp_path / 'f.png')!r}); "
         "print(a, 'matplotlib.pyplot' in sys.modules)"
     )

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from vtoken.errors import ConfigError
-from vtoken.experiments import results
-from vtoken.experiments.results import (
-    ScanPoint,
+from vtoken.experiments.capacity.point import ScanPoint
+from vtoken.experiments.capacity.scan_result import frontier_rows
+from vtoken.experiments.report import results
+from vtoken.experiments.report.results import (
     collect_environment,
-    frontier_rows,
     make_result,
     plain,
     read_result,
@@ -152,7 +152,7 @@ def test_environment_describes_this_machine():
 
 def test_environment_imports_neither_torch_nor_vllm():
     code = (
-        "import sys; from vtoken.experiments.results import collect_environment as c; c(); "
+        "import sys; from vtoken.experiments.report.results import collect_environment as c; c(); "
         "print(sorted({'torch', 'vllm', 'matplotlib', 'yaml'} & set(sys.modules)))"
     )
     root = Path(results.__file__).parents[2]

@@ -236,7 +236,7 @@ def test_tally_has_one_row_for_each_invariant() -> None:
 
 def test_quality_numbers() -> None:
     pytest.importorskip("rouge_score", reason="rouge-score is not installed")
-    from vtoken.experiments.quality import Pair, summarize
+    from vtoken.experiments.bench.paired_outputs import Pair, summarize
 
     same = Pair("a", [1, 2, 3], [1, 2, 3], "the cat sat", "the cat sat", "the cat sat here")
     other = Pair("b", [1, 2, 3, 4], [1, 9], "one two three four", "one six", "one two three four")

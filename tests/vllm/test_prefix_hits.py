@@ -9,8 +9,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings, open_engine
 from vtoken.engine.dry import DryEngine, DrySettings
-from vtoken.experiments.capacity_engines import random_scores
-from vtoken.experiments.prefix_table import measure_hits
+from vtoken.experiments.bench.suites.sharing import measure_hits
+from vtoken.experiments.planning.dry_engines import random_scores
 from vtoken.workloads import load_workload
 
 pytestmark = pytest.mark.vllm

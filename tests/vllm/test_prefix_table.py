@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vtoken.config import VTokenConfig
-from vtoken.experiments.prefix_table import (
+from vtoken.experiments.bench.suites.sharing import (
     SharingCase,
     dry_engines,
     measure_sharing,

@@ -104,7 +104,7 @@ def make_report(
 
 def save_report(report: dict, folder: str | Path = ".") -> Path:
     """Write a report as `vtoken-violation-<invariant>-step<N>.json`."""
-    from vtoken.experiments.results import write_json
+    from vtoken.experiments.report.results import write_json
 
     name = f"vtoken-violation-{report['invariant']}-step{report['step']}.json"
     return write_json(Path(folder) / name, report)

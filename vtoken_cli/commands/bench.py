@@ -12,8 +12,8 @@ from vtoken_cli.options import ENGINE, VTOKEN, Opt, Run, command
 from vtoken_cli.parsers import choice, comma_list, count, json_object, number, text
 
 if TYPE_CHECKING:
-    from vtoken.experiments.bench.settings import BenchSettings
-    from vtoken.experiments.bench.suites import BenchResult
+    from vtoken.experiments.bench.bench_options import BenchSettings
+    from vtoken.experiments.bench.run import BenchResult
 
 NOTHING_MET, INTERRUPTED = 1, 130
 SUITES = "memory, sla, sensitivity, prefix, quality, peers, all"
@@ -113,8 +113,8 @@ def bench(run: Run) -> None:
     Each suite is one part of the paper's evaluation; examples/experiments has a YAML for each.
     Runs take turns over the same prompts (A B A B), tables hold medians and ratios of pairs.
     """
-    from vtoken.experiments.bench.report import make_bench_result, write_files
-    from vtoken.experiments.bench.suites import run_bench
+    from vtoken.experiments.bench.output_files import make_bench_result, write_files
+    from vtoken.experiments.bench.run import run_bench
 
     resume = run.own.pop("resume", None)
     settings = make_settings(run)
@@ -146,7 +146,7 @@ def make_settings(run: Run) -> BenchSettings:
     """
     from vtoken.config import VTokenConfig
     from vtoken.engine.settings import EngineSettings
-    from vtoken.experiments.bench.settings import BenchSettings
+    from vtoken.experiments.bench.bench_options import BenchSettings
 
     own = {k: tuple(v) if isinstance(v, list) else v for k, v in run.own.items()}
     lists = {

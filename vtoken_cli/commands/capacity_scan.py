@@ -14,8 +14,8 @@ from vtoken_cli.parsers import count, duration_s, text
 from vtoken_cli.planning import PLANNING, plan, take_planning
 
 if TYPE_CHECKING:
-    from vtoken.experiments.capacity_half import ScanResult
-    from vtoken.experiments.capacity_settings import ScanSettings
+    from vtoken.experiments.capacity.scan_options import ScanSettings
+    from vtoken.experiments.capacity.scan_result import ScanResult
 
 NOTHING_FITS, INTERRUPTED = 1, 130
 
@@ -55,7 +55,7 @@ def capacity_scan(run: Run) -> None:
             raise typer.Exit(NOTHING_FITS)
         return
 
-    from vtoken.experiments.capacity import CapacityScan
+    from vtoken.experiments.capacity.scan import CapacityScan
 
     scan = CapacityScan(make_settings(run), listener=_listener(run))
     result = scan.run()
@@ -78,7 +78,7 @@ def make_settings(run: Run) -> ScanSettings:
     """
     from vtoken.config import VTokenConfig
     from vtoken.engine.settings import EngineSettings
-    from vtoken.experiments.capacity_settings import DEFAULT_TIME_LIMIT_S, ScanSettings
+    from vtoken.experiments.capacity.scan_options import DEFAULT_TIME_LIMIT_S, ScanSettings
 
     lists = {
         name: tuple(run.many[key])
@@ -98,7 +98,7 @@ def make_settings(run: Run) -> ScanSettings:
 
 def make_report(result: ScanResult) -> dict[str, Any]:
     """The result file's content."""
-    from vtoken.experiments.results import collect_environment, make_result
+    from vtoken.experiments.report.results import collect_environment, make_result
 
     pool = result.main.pool
     return make_result(
@@ -113,8 +113,8 @@ def make_report(result: ScanResult) -> dict[str, Any]:
 
 
 def _write(run: Run, result: ScanResult, report: dict[str, Any]) -> None:
-    from vtoken.experiments.capacity_view import csv_tables, write_plots
-    from vtoken.experiments.results import save_result
+    from vtoken.experiments.capacity.show import csv_tables, write_plots
+    from vtoken.experiments.report.results import save_result
 
     # The figures first: a plot that fails must not cost them.
     save_result(report, run.output_dir, csv_tables(result))
@@ -126,7 +126,7 @@ def _write(run: Run, result: ScanResult, report: dict[str, Any]) -> None:
 def _print(run: Run, result: ScanResult) -> None:
     from rich.markup import escape
 
-    from vtoken.experiments.capacity_view import answer_lines, points_table
+    from vtoken.experiments.capacity.show import answer_lines, points_table
 
     for half in (result.modelled, result.main):
         if half is not None and half.runs:
@@ -136,7 +136,7 @@ def _print(run: Run, result: ScanResult) -> None:
 
 
 def _listener(run: Run):
-    from vtoken.experiments.capacity_half import ScanListener
+    from vtoken.experiments.capacity.scan_result import ScanListener
 
     class Listener(ScanListener):
         """Shows how a scan goes, on stderr."""

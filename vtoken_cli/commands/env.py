@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vtoken.experiments.environment import collect_environment
+from vtoken.experiments.report.environment import collect_environment
 from vtoken_cli.options import Run, command
 from vtoken_cli.support_matrix import SUPPORT
 

@@ -13,8 +13,8 @@ from vtoken_cli.options import ENGINE, VTOKEN, Opt, Run, command
 from vtoken_cli.parsers import choice, count
 
 if TYPE_CHECKING:
+    from vtoken.experiments.profile.profile_options import ProfileSettings
     from vtoken.experiments.profile.run import ProfileResult
-    from vtoken.experiments.profile.settings import ProfileSettings
 
 SUITES = ("overhead", "step", "kernels", "scale", "all")
 INTERRUPTED = 130
@@ -48,7 +48,7 @@ def profile(run: Run) -> None:
     running requests and context, metadata per token.
     """
     from vtoken.experiments.profile.run import run_profile
-    from vtoken.experiments.profile.view import answer_lines, tables
+    from vtoken.experiments.profile.show import answer_lines, tables
 
     settings = make_settings(run)
     with run.out.progress(None, "profile") as bar:
@@ -72,8 +72,8 @@ def make_settings(run: Run) -> ProfileSettings:
     """
     from vtoken.config import VTokenConfig
     from vtoken.engine.settings import EngineSettings
-    from vtoken.experiments.profile.settings import BLOCK_SIZE, ProfileSettings
-    from vtoken.experiments.profile.settings import SUITES as ALL
+    from vtoken.experiments.profile.profile_options import BLOCK_SIZE, ProfileSettings
+    from vtoken.experiments.profile.profile_options import SUITES as ALL
     from vtoken.models import resolve_model
 
     own: dict[str, Any] = {_NAMES.get(k, k): v for k, v in run.own.items()}
@@ -106,7 +106,7 @@ def _running(text: str) -> int:
 
 def make_report(result: ProfileResult) -> dict[str, Any]:
     """The result file's content."""
-    from vtoken.experiments.results import collect_environment, make_result
+    from vtoken.experiments.report.results import collect_environment, make_result
 
     settings = result.settings
     return make_result(
@@ -120,7 +120,7 @@ def make_report(result: ProfileResult) -> dict[str, Any]:
 
 def _write(run: Run, result: ProfileResult, report: dict[str, Any]) -> None:
     from vtoken.experiments.profile.run import write_plots
-    from vtoken.experiments.results import save_result
+    from vtoken.experiments.report.results import save_result
 
     save_result(report, run.output_dir, result.rows)
     drawn = write_plots(result, run.output_dir)

@@ -39,7 +39,7 @@ def verify(run: Run) -> None:
     Without options: invariants and masked-reference equality over all policies, layouts, two block
     sizes, prefix caching on and off, and both schedulers. Exit code 1: something is violated.
     """
-    from vtoken.experiments.results import collect_environment, utc_now
+    from vtoken.experiments.report.results import collect_environment, utc_now
     from vtoken.models import resolve_model
     from vtoken.verify.suites import Report
 
@@ -111,7 +111,7 @@ def _run_suites(run: Run, plan: dict, report: Report, model: str, model_path: st
         with run.out.progress(len(suites.FAULTS), "faults") as bar:
             suites.run_faults(report, settings, advance=lambda text: bar.advance(text=text))
     if "quality" in plan and report.violation is None:
-        from vtoken.experiments.quality import run_quality
+        from vtoken.experiments.bench.paired_outputs import run_quality
 
         with run.out.progress(None, "quality") as bar:
             report.quality = run_quality(
@@ -140,7 +140,7 @@ def _coverage(run: Run, report: Report, base: dict, user: dict, model_path: str,
 
 def _finish(run, report, config, environment, started_at, seconds) -> None:
     """Show, write, and end with the right exit code."""
-    from vtoken.experiments.results import make_result, plain, save_result
+    from vtoken.experiments.report.results import make_result, plain, save_result
     from vtoken.verify.report import save_report
     from vtoken.verify.show import show_report
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from vtoken.engine import StepEngine, open_engine
 from vtoken.errors import ConfigError
+from vtoken.experiments.bench.bench_options import DEFAULT_POLICIES, BenchSettings, Case
 from vtoken.experiments.bench.journal import Journal
+from vtoken.experiments.bench.named_workloads import Workload, make_workload
+from vtoken.experiments.bench.open_engines import Pool, Session
 from vtoken.experiments.bench.pairing import BenchListener, PairRunner
-from vtoken.experiments.bench.session import Pool, Session
-from vtoken.experiments.bench.settings import DEFAULT_POLICIES, BenchSettings, Case
-from vtoken.experiments.bench.workloads import Workload, make_workload
-from vtoken.experiments.capacity_engines import open_dry_engine
-from vtoken.experiments.capacity_pool import find_shape
-from vtoken.experiments.model_shapes import ModelShape
+from vtoken.experiments.planning.dry_engines import open_dry_engine
+from vtoken.experiments.planning.model_shapes import ModelShape, find_shape
 from vtoken.units import cdiv
 
 PROMPT_LEN, OUTPUT_LEN = 128, 64  # of workloads that have no lengths, where none are given

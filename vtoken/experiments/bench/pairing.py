@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vtoken.experiments.bench.bench_options import BenchSettings, Case
 from vtoken.experiments.bench.journal import Journal
 from vtoken.experiments.bench.measure import Record, measure
-from vtoken.experiments.bench.session import Pool, Session
-from vtoken.experiments.bench.settings import BenchSettings, Case
-from vtoken.experiments.bench.workloads import WARM_UP_REPEAT, Workload
+from vtoken.experiments.bench.named_workloads import WARM_UP_REPEAT, Workload
+from vtoken.experiments.bench.open_engines import Pool, Session
 
 Runs = dict[str, list[Record]]  # by case key, in order of repeats
 

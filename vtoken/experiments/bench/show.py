@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vtoken.experiments.bench.suites import BenchResult
+from vtoken.experiments.bench.run import BenchResult
 
 Row = Mapping[str, object]
 

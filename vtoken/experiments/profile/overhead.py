@@ -23,6 +23,7 @@ from vtoken.experiments.profile.boundaries import (
     PLAN,
     watch_engine,
 )
+from vtoken.experiments.profile.profile_options import ProfileSettings
 from vtoken.experiments.profile.rows import Row, Say, make_row, median_interval
 from vtoken.experiments.profile.running import (
     Engines,
@@ -30,7 +31,6 @@ from vtoken.experiments.profile.running import (
     start_requests,
     stop_requests,
 )
-from vtoken.experiments.profile.settings import ProfileSettings
 from vtoken.experiments.profile.timer import PhaseTimer
 
 WARM_UP_STEPS = 4

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vtoken.errors import ConfigError
+from vtoken.experiments.profile.profile_options import ProfileSettings
 from vtoken.experiments.profile.rows import Row, Say
-from vtoken.experiments.profile.settings import ProfileSettings
-from vtoken.experiments.results import utc_now
+from vtoken.experiments.report.results import utc_now
 
 
 @dataclass
@@ -54,8 +54,8 @@ def _overhead(result: ProfileResult, say: Say) -> Iterator[Row]:
 
 
 def _step(result: ProfileResult, say: Say) -> Iterator[Row]:
+    from vtoken.experiments.profile.chrome_trace import write_trace
     from vtoken.experiments.profile.step import run_step, stock_ms
-    from vtoken.experiments.profile.trace import write_trace
 
     profiles, path = result.step_profiles, result.settings.trace
     for profile in run_step(result.settings, say):
@@ -84,7 +84,7 @@ _SUITES: dict[str, Callable[[ProfileResult, Say], Iterable[Row]]] = {
 
 def write_plots(result: ProfileResult, folder: Path) -> list[Path]:
     """Draw what there is to draw; nothing where matplotlib is not installed."""
-    from vtoken.experiments.profile.plot import cost_lines, phase_bars
+    from vtoken.experiments.profile.phase_plots import cost_lines, phase_bars
 
     written = []
     try:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from vtoken.engine import EngineSettings, StepEngine, open_engine
 from vtoken.errors import ConfigError
-from vtoken.experiments.profile.settings import ProfileSettings
+from vtoken.experiments.profile.profile_options import ProfileSettings
 from vtoken.workloads.synthetic import random_prompts
 
 MAX_PREFILL_STEPS = 10_000

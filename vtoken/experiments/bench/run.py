@@ -1,0 +1,104 @@
+"""Which suites there are, and running them one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+from vtoken.errors import ConfigError
+from vtoken.experiments.bench.advice import advise
+from vtoken.experiments.bench.bench_options import BenchSettings
+from vtoken.experiments.bench.context import Context, SuiteResult
+from vtoken.experiments.bench.journal import Journal
+from vtoken.experiments.bench.pairing import BenchListener
+from vtoken.experiments.report.results import utc_now
+
+NEEDS_TIMES = ("sla", "quality", "peers")
+
+
+@dataclass
+class BenchResult:
+    """Attributes:
+    suites: results by suite, those that were run or begun.
+    interrupted: Ctrl-C ended it; the journal has every run that was complete.
+    """
+
+    settings: BenchSettings
+    started_at: str
+    suites: dict[str, SuiteResult] = field(default_factory=dict)
+    interrupted: bool = False
+    num_resumed: int = 0
+
+    @property
+    def nothing_met(self) -> bool:
+        return any(suite.nothing_met for suite in self.suites.values())
+
+
+def suite_module(name: str):
+    """The module of a suite; it has `run_NAME`, `sentences` and `PAPER`.
+
+    `largest_run` where `--workload` names requests: how many its largest run takes of them.
+    """
+    return import_module(f"vtoken.experiments.bench.suites.{name}")
+
+
+def run_bench(
+    settings: BenchSettings,
+    *,
+    folder: Path | None = None,
+    resume: Path | None = None,
+    listener: BenchListener | None = None,
+    make_context: Callable[..., Context] = Context,
+) -> BenchResult:
+    """Run the suites that were asked for.
+
+    Args:
+        folder: where runs are kept as they come; None: nowhere.
+        resume: the folder of an earlier benchmark of the same settings.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        EngineError: an engine failed.
+    """
+    listener = listener or BenchListener()
+    result = BenchResult(settings, utc_now())
+    suites = settings.chosen_suites
+    for suite in suites:
+        if settings.dry_run and suite in NEEDS_TIMES:
+            if settings.suites != ("all",):
+                raise ConfigError(
+                    "--dry-run", suite, "memory, sensitivity or prefix: the others need a model"
+                )
+            suites = tuple(s for s in suites if s != suite)
+    journal = Journal(settings.row(), folder, resume)
+    result.num_resumed = journal.num_resumed
+    context = make_context(settings, journal, listener)
+    try:
+        _check_rows(suites, context)
+        for suite in suites:
+            listener.stage(f"suite {suite}")
+            module = suite_module(suite)
+            result.suites[suite] = SuiteResult()  # kept, whatever ends the suite
+            getattr(module, f"run_{suite}")(context, result.suites[suite])
+    except KeyboardInterrupt:
+        result.interrupted = True
+    finally:
+        context.close()
+    for name, suite in result.suites.items():
+        suite.notes += suite_module(name).sentences(suite.rows)
+        suite.advice += advise(name, suite.rows)
+    return result
+
+
+def _check_rows(suites: Sequence[str], context: Context) -> None:
+    """Refuse datasets that are too short for any of the suites, before the first one runs.
+
+    Raises:
+        ConfigError: says for how many requests there are rows.
+    """
+    modules = map(suite_module, suites)
+    largest = [m.largest_run(context.settings) for m in modules if hasattr(m, "largest_run")]
+    if largest:
+        context.workloads((), max(largest), [])
