@@ -11,7 +11,7 @@ from vtoken.config import VTokenConfig
 from vtoken.engine import server as launch
 from vtoken_cli.app import main
 from vtoken_cli.commands.serve import engine_settings, serve
-from vtoken_cli.invoke import build_run
+from vtoken_cli.given import build_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 from capacity_fakes import HOST, SHAPE, FakeWorld, make_requests
@@ -13,8 +14,8 @@ from vtoken.errors import ConfigError, InvariantViolation
 from vtoken.experiments.capacity.prompts import PromptSource
 from vtoken.experiments.capacity.scan import CapacityScan
 from vtoken.experiments.capacity.scan_options import ScanSettings
-from vtoken.experiments.capacity.scan_result import ScanListener
 from vtoken.experiments.planning.series import Series
+from vtoken.experiments.report.listener import Bar, Listener
 
 
 @pytest.fixture
@@ -394,20 +395,17 @@ def test_scored_policies_are_dry_run_with_made_up_scores_and_it_is_said(world):
 
 
 def test_a_listener_sees_every_point_grow_to_its_end(world):
-    class Listener(ScanListener):
+    class Watching(Listener):
         def __init__(self):
             self.seen = {}
 
-        def point(self, label, num_output_tokens):
-            from contextlib import contextmanager
+        @contextmanager
+        def progress(self, total, description):
+            bar = Bar()
+            bar.update = lambda done: self.seen.setdefault(description, []).append(done)
+            yield bar
 
-            @contextmanager
-            def around():
-                yield lambda done: self.seen.setdefault(label, []).append(done)
-
-            return around()
-
-    listener = Listener()
+    listener = Watching()
     scan = make_scan(
         world, engine=SMALL, modes=("native",), concurrency="2", repeats=2, listener=listener
     )

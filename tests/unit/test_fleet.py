@@ -9,9 +9,9 @@ pytest.importorskip("vllm")
 from test_traces_replay import NAIVE, NATIVE, VTOKEN, setup, trace
 
 from vtoken.errors import ConfigError
-from vtoken.experiments.planning.approximate_replica import calibrate
 from vtoken.experiments.planning.fleet import (
     PrefixAware,
+    calibrate,
     fleet_sentence,
     make_router,
     replay_fleet,

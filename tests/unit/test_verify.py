@@ -251,7 +251,7 @@ def test_quality_numbers() -> None:
 
 def test_what_the_command_runs() -> None:
     from vtoken_cli.commands.verify import DEFAULT_EVENTS, DEFAULT_PAIRS, _what_to_run
-    from vtoken_cli.options import Run
+    from vtoken_cli.given import Run
     from vtoken_cli.output import Output
 
     def plan(vtoken=None, **own):

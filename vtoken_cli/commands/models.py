@@ -9,7 +9,9 @@ import typer
 from vtoken.errors import ConfigError, nearest
 from vtoken.models import MODEL_NAMES, is_prepared, prepare
 from vtoken.models.store import model_dir
-from vtoken_cli.options import Opt, Run, command
+from vtoken_cli.command import command
+from vtoken_cli.given import Run
+from vtoken_cli.options import Opt
 
 _ABOUT = {
     "smollm2-135m": "SmolLM2-135M-Instruct, from a wheel of 89 MiB, Apache-2.0",

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vtoken_cli.options import ENGINE, VTOKEN, Opt, Run, command
+from vtoken_cli.command import command
+from vtoken_cli.given import Run
+from vtoken_cli.options import ENGINE, VTOKEN, Opt
 from vtoken_cli.parsers import choice, count
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from vtoken.experiments.bench.bench_options import DEFAULT_POLICIES, BenchSettin
 from vtoken.experiments.bench.journal import Journal
 from vtoken.experiments.bench.named_workloads import Workload, make_workload
 from vtoken.experiments.bench.open_engines import Pool, Session
-from vtoken.experiments.bench.pairing import BenchListener, PairRunner
+from vtoken.experiments.bench.pairing import PairRunner
 from vtoken.experiments.planning.dry_engines import open_dry_engine
 from vtoken.experiments.planning.model_shapes import ModelShape, find_shape
+from vtoken.experiments.report.listener import Bar, Listener
 from vtoken.units import cdiv
 
 PROMPT_LEN, OUTPUT_LEN = 128, 64  # of workloads that have no lengths, where none are given
@@ -51,13 +52,15 @@ class Context:
         self,
         settings: BenchSettings,
         journal: Journal,
-        listener: BenchListener,
+        listener: Listener,
+        bar: Bar,
         *,
         open_real: Callable[..., StepEngine] = open_engine,
         open_dry: Callable[..., StepEngine] = open_dry_engine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings, self.journal, self.listener = settings, journal, listener
+        self.settings, self.journal = settings, journal
+        self.listener, self.bar = listener, bar
         self._open_real, self._open_dry, self.clock = open_real, open_dry, clock
         self._shape: ModelShape | None = None
         self._model = settings.engine.model
@@ -202,9 +205,7 @@ class Context:
         )  # fmt: skip
 
     def runner(self, session: Session) -> PairRunner:
-        return PairRunner(
-            self.settings, session, self.journal, self.listener, Path(self._folder.name)
-        )
+        return PairRunner(self.settings, session, self.journal, self.bar, Path(self._folder.name))
 
     def ample_pool(self, num_requests: int, max_tokens: int, block_size: int | None = None) -> Pool:
         """The pool that was given, or one in which nothing is ever short."""

@@ -5,17 +5,14 @@ from __future__ import annotations
 import base64
 import html
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
+from vtoken.experiments.bench import suite_plots
 from vtoken.experiments.bench.run import BenchResult, suite_module
-from vtoken.experiments.bench.show import COLUMNS, cell, ending_lines
-from vtoken.experiments.report.results import (
-    collect_environment,
-    make_result,
-    save_result,
-    write_bytes,
-)
+from vtoken.experiments.bench.show import ending_lines, filled_columns
+from vtoken.experiments.report.plot_style import has_matplotlib
+from vtoken.experiments.report.results import collect_environment, make_result, write_bytes
+from vtoken.experiments.report.tables import cell
 
 Row = Mapping[str, object]
 
@@ -52,21 +49,21 @@ def _kernels(result: BenchResult) -> dict[str, object]:
     return {kernels.name: kernels.why}
 
 
-def write_files(result: BenchResult, report: Mapping[str, object], folder: Path) -> list[Path]:
-    """Write everything; the figures first: a plot that fails must not cost them.
+def csv_tables(result: BenchResult) -> dict[str, list[Row]]:
+    """Flat tables by name, for `save_result`."""
+    rows = [{"suite": name, **row} for name, suite in result.suites.items() for row in suite.rows]
+    tables = {"summary": rows}
+    for name, suite in result.suites.items():
+        tables |= {f"{name}_{table}": rows for table, rows in suite.tables.items()}
+    return {name: rows for name, rows in tables.items() if rows}
+
+
+def write_pages(result: BenchResult, report: Mapping[str, object], folder: Path) -> list[Path]:
+    """Write the plots and the page that shows them.
 
     Returns:
         The plots, empty where matplotlib is not installed.
     """
-    summary = [
-        {"suite": name, **row} for name, suite in result.suites.items() for row in suite.rows
-    ]
-    tables = {"summary": summary} | {
-        f"{name}_{table}": rows
-        for name, suite in result.suites.items()
-        for table, rows in suite.tables.items()
-    }
-    save_result(report, folder, {name: rows for name, rows in tables.items() if rows})
     plots = draw_plots(result, folder)
     write_bytes(folder / "report.html", make_html(result, report, plots).encode())
     return plots
@@ -74,15 +71,13 @@ def write_files(result: BenchResult, report: Mapping[str, object], folder: Path)
 
 def draw_plots(result: BenchResult, folder: Path) -> list[Path]:
     """Draw what each suite has to draw."""
-    if find_spec("matplotlib") is None:
+    if not has_matplotlib():
         return []
-    from vtoken.experiments.bench import suite_plots
-
     paths: list[Path] = []
     for name, suite in result.suites.items():
-        function = getattr(suite_plots, f"draw_{name}", None)
-        if function is not None and suite.rows:
-            paths += function(suite, folder)
+        draw = getattr(suite_plots, f"draw_{name}", None)
+        if draw is not None and suite.rows:
+            paths += draw(suite, folder)
     return paths
 
 
@@ -140,18 +135,19 @@ def _image(path: Path) -> str:
 
 
 def _table(suite: str, rows: Sequence[Row]) -> str:
-    columns = [c for c in COLUMNS[suite] if any(row.get(c.key) not in (None, "") for row in rows)]
     if not rows:
         return "<p>No rows.</p>"
-    kind = ["t" if c.digits is None else "" for c in columns]
-    head = "".join(
-        f"<th class='{k}'>{html.escape(c.heading)}</th>" for k, c in zip(kind, columns, strict=True)
-    )
-    lines = []
-    for row in rows:
-        cells = "".join(
-            f"<td class='{k}'>{html.escape(cell(row, c))}</td>"
-            for k, c in zip(kind, columns, strict=True)
-        )
-        lines.append(f"<tr class='{'sel' if row.get('is_selected') else ''}'>{cells}</tr>")
+    columns = filled_columns(suite, rows)
+    kinds = ["t" if c.digits is None else "" for c in columns]
+
+    def line(tag: str, texts: Sequence[str]) -> str:
+        pairs = zip(kinds, map(html.escape, texts), strict=True)
+        return "".join(f"<{tag} class='{kind}'>{text}</{tag}>" for kind, text in pairs)
+
+    lines = [
+        f"<tr class='{'sel' if row.get('is_selected') else ''}'>"
+        f"{line('td', [cell(row, c) for c in columns])}</tr>"
+        for row in rows
+    ]
+    head = line("th", [c.heading for c in columns])
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

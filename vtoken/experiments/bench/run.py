@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ from vtoken.experiments.bench.advice import advise
 from vtoken.experiments.bench.bench_options import BenchSettings
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.journal import Journal
-from vtoken.experiments.bench.pairing import BenchListener
+from vtoken.experiments.report.listener import Listener
 from vtoken.experiments.report.results import utc_now
 
 NEEDS_TIMES = ("sla", "quality", "peers")
@@ -49,7 +50,7 @@ def run_bench(
     *,
     folder: Path | None = None,
     resume: Path | None = None,
-    listener: BenchListener | None = None,
+    listener: Listener | None = None,
     make_context: Callable[..., Context] = Context,
 ) -> BenchResult:
     """Run the suites that were asked for.
@@ -62,7 +63,7 @@ def run_bench(
         ConfigError: a setting is wrong.
         EngineError: an engine failed.
     """
-    listener = listener or BenchListener()
+    listener = listener or Listener()
     result = BenchResult(settings, utc_now())
     suites = settings.chosen_suites
     for suite in suites:
@@ -74,18 +75,18 @@ def run_bench(
             suites = tuple(s for s in suites if s != suite)
     journal = Journal(settings.row(), folder, resume)
     result.num_resumed = journal.num_resumed
-    context = make_context(settings, journal, listener)
-    try:
-        _check_rows(suites, context)
-        for suite in suites:
-            listener.stage(f"suite {suite}")
-            module = suite_module(suite)
-            result.suites[suite] = SuiteResult()  # kept, whatever ends the suite
-            getattr(module, f"run_{suite}")(context, result.suites[suite])
-    except KeyboardInterrupt:
-        result.interrupted = True
-    finally:
-        context.close()
+    with (
+        listener.progress(None, "bench") as bar,
+        closing(make_context(settings, journal, listener, bar)) as context,
+    ):
+        try:
+            _check_rows(suites, context)
+            for suite in suites:
+                listener.note(f"suite {suite}")
+                result.suites[suite] = SuiteResult()  # kept, whatever ends the suite
+                getattr(suite_module(suite), f"run_{suite}")(context, result.suites[suite])
+        except KeyboardInterrupt:
+            result.interrupted = True
     for name, suite in result.suites.items():
         suite.notes += suite_module(name).sentences(suite.rows)
         suite.advice += advise(name, suite.rows)

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from vtoken.experiments.bench.run import BenchResult
-
-Row = Mapping[str, object]
-
-
-class Column(NamedTuple):
-    """A column of a table: field, heading, factor, digits; text where digits is None."""
-
-    key: str
-    heading: str
-    factor: float = 1.0
-    digits: int | None = 1
-
+from vtoken.experiments.report.tables import Column, Row, make_table
 
 _HEAD = (
     Column("workload", "workload", digits=None),
@@ -111,44 +99,16 @@ _ON_THE_PAGE_ONLY = {
 }  # fmt: skip
 
 
+def filled_columns(suite: str, rows: Sequence[Row]) -> list[Column]:
+    """The suite's columns that have a value."""
+    return [c for c in COLUMNS[suite] if any(row.get(c.key) not in (None, "") for row in rows)]
+
+
 def suite_table(suite: str, rows: Sequence[Row]):
-    """A Rich table of a suite's rows; columns without a value are left out."""
-    from rich.table import Table
-
-    columns = [
-        c for c in COLUMNS[suite]
-        if c.key not in _ON_THE_PAGE_ONLY and any(row.get(c.key) not in (None, "") for row in rows)
-    ]  # fmt: skip
-    table = Table(title=suite, title_justify="left")
-    for column in columns:
-        table.add_column(
-            column.heading, justify="left" if column.digits is None else "right",
-            no_wrap=column.digits is None,
-        )  # fmt: skip
-    for row in rows:
-        table.add_row(
-            *(_narrow_cell(row, column) for column in columns),
-            style="bold" if row.get("is_selected") else None,
-        )
-    return table
-
-
-def _narrow_cell(row: Row, column: Column) -> str:
-    """`cell` for a terminal: of a dataset its file's name, not the folders."""
-    text = cell(row, column)
-    return text.rpartition("/")[2] if column.key == "workload" else text
-
-
-def cell(row: Row, column: Column) -> str:
-    """A field as text."""
-    value = row.get(column.key)
-    if value is None or value == "":
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if column.digits is None or not isinstance(value, (int, float)):
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    return f"{column.factor * value:,.{column.digits}f}"
+    """A Rich table of a suite's rows; of a dataset its file's name, not the folders."""
+    columns = [c for c in filled_columns(suite, rows) if c.key not in _ON_THE_PAGE_ONLY]
+    shown = [{**row, "workload": str(row["workload"]).rpartition("/")[2]} for row in rows]
+    return make_table(suite, shown, columns, is_bold=lambda row: bool(row.get("is_selected")))
 
 
 def closing_lines(result: BenchResult) -> list[str]:

@@ -9,9 +9,9 @@ from vtoken.engine import StepEngine, run_requests
 from vtoken.experiments.capacity.engines import RealEngines
 from vtoken.experiments.capacity.point import PointRun, run_point
 from vtoken.experiments.capacity.prompts import PromptSource
-from vtoken.experiments.capacity.scan_result import ScanListener
 from vtoken.experiments.capacity.time_limit import Deadline, LeftOut, StepTimes
 from vtoken.experiments.planning.series import Series
+from vtoken.experiments.report.listener import Listener
 
 WARM_UP_STEPS, WARM_UP_PROMPT_LEN = 4, 16
 # Where time is short: vtoken against native is the answer, the others explain it.
@@ -33,7 +33,7 @@ class Measuring:
     deadline: Deadline
     prompts: PromptSource
     repeats: int
-    listener: ScanListener
+    listener: Listener
     expected_work: Callable[[Series, int], tuple[int, int]]
     first_points: dict[Series, int]
     _started: set[Series] = field(default_factory=set)
@@ -44,7 +44,7 @@ class Measuring:
             return refused
         must_load = self.engines.must_load(line)
         if must_load:
-            self.listener.stage(f"starting an engine in mode {line.mode}")
+            self.listener.note(f"starting an engine in mode {line.mode}")
         engine = self.engines.get(line, concurrency)
         self._started.add(line)
         if must_load:
@@ -53,9 +53,9 @@ class Measuring:
                 return refused
             engine = self.engines.get(line, concurrency)
         output_tokens = sum(r.output_len for r in self.prompts(concurrency, 0)) * self.repeats
-        with self.listener.point(f"{line} at {concurrency}", output_tokens) as advance:
+        with self.listener.progress(output_tokens, f"{line} at {concurrency}") as bar:
             run = run_point(
-                engine, line, concurrency, self.prompts, repeats=self.repeats, on_tokens=advance
+                engine, line, concurrency, self.prompts, repeats=self.repeats, on_tokens=bar.update
             )
         self.times.record(line.mode, run.num_steps, run.num_tokens, run.seconds)
         return run

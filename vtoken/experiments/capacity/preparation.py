@@ -22,7 +22,7 @@ from vtoken.experiments.capacity.pools import (
 from vtoken.experiments.capacity.prompts import PromptSource, make_prompts
 from vtoken.experiments.capacity.recorded_scores import RecordedScores, is_scored
 from vtoken.experiments.capacity.scan_options import ScanSettings
-from vtoken.experiments.capacity.scan_result import ScanHalf, ScanListener, ScanResult
+from vtoken.experiments.capacity.scan_result import ScanHalf, ScanResult
 from vtoken.experiments.capacity.time_limit import StepTimes
 from vtoken.experiments.planning.dry_engines import open_dry_engine
 from vtoken.experiments.planning.model_shapes import ModelShape, find_shape
@@ -33,6 +33,7 @@ from vtoken.experiments.planning.search import (
     parse_concurrency,
 )
 from vtoken.experiments.planning.series import Series
+from vtoken.experiments.report.listener import Listener
 from vtoken.experiments.report.results import utc_now
 from vtoken.units import cdiv
 
@@ -56,14 +57,14 @@ class ScanSetup:
         host: Host | None = None,
         shape: ModelShape | None = None,
         prompts: PromptSource | None = None,
-        listener: ScanListener | None = None,
+        listener: Listener | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self._open_engine, self._open_dry = open_engine, open_dry_engine
         self._host, self._shape, self._prompts = host, shape, prompts
         self._model = settings.engine.model
-        self._listener, self._clock = listener or ScanListener(), clock
+        self._listener, self._clock = listener or Listener(), clock
         self._times, self._dry_times = StepTimes(), StepTimes()
         # What a dry run of the measured pool said: work per point, frontier per line.
         self._twin: dict[tuple[Series, int], tuple[int, int]] = {}

@@ -72,7 +72,7 @@ class CapacityScan(ScanSetup):
         deadline = self._deadline(share)
         engines = self._dry_engines(half.pool)
         self._note_made_up_scores()
-        self._listener.stage(f"dry run: {half.pool} ({half.pool.how})")
+        self._listener.note(f"dry run: {half.pool} ({half.pool.how})")
         self._add_lines_that_do_not_fit(half)
 
         def run(line: Series, concurrency: int) -> PointRun | LeftOut:
@@ -92,10 +92,10 @@ class CapacityScan(ScanSetup):
         output_tokens = sum(r.output_len for r in self._prompts(concurrency, 0))
         with (
             engines.get(line, concurrency) as engine,
-            self._listener.point(f"dry run, {line} at {concurrency}", output_tokens) as advance,
+            self._listener.progress(output_tokens, f"dry run, {line} at {concurrency}") as bar,
         ):
             run = run_point(
-                engine, line, concurrency, self._prompts, modelled=True, on_tokens=advance
+                engine, line, concurrency, self._prompts, modelled=True, on_tokens=bar.update
             )
         self._dry_times.record(line.mode, run.num_steps, run.num_tokens, run.seconds)
         return run
@@ -116,7 +116,7 @@ class CapacityScan(ScanSetup):
         work = max(guesses.values(), default=1) * self._prompts.max_tokens
         if not is_auto or work > MAX_TWIN_REQUEST_STEPS:
             return guesses
-        self._listener.stage(f"dry run of {pool}, to pick the points that are measured")
+        self._listener.note(f"dry run of {pool}, to pick the points that are measured")
         twin = ScanHalf(pool, modelled=True)
         engines = self._dry_engines(pool)
         scan_in_turn(
@@ -149,7 +149,7 @@ class CapacityScan(ScanSetup):
             # A point of a list is worth as much as any other.
             first_points={} if points else guesses,
         )
-        self._listener.stage(f"measured: {half.pool} ({half.pool.how})")
+        self._listener.note(f"measured: {half.pool} ({half.pool.how})")
         try:
             scan_in_order(half, self._searches(half.pool, guesses), measure.run)
         finally:

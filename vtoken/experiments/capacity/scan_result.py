@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from vtoken.experiments.capacity.point import PointRun, ScanPoint
@@ -15,18 +14,6 @@ from vtoken.experiments.planning.search import Search
 from vtoken.experiments.planning.series import Series
 
 RunPoint = Callable[[Series, int], "PointRun | LeftOut"]
-
-
-class ScanListener:
-    """Is told how a scan goes; this one does nothing with it."""
-
-    def stage(self, text: str) -> None:
-        """Something else begins."""
-
-    @contextmanager
-    def point(self, label: str, num_output_tokens: int) -> Iterator[Callable[[int], None]]:
-        """Around a point; what it yields is told the output tokens so far."""
-        yield lambda num_tokens: None
 
 
 class ScanHalf:

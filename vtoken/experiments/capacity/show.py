@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from vtoken.experiments.capacity.scan_result import ScanHalf, ScanResult
+from vtoken.experiments.report import plots
+from vtoken.experiments.report.plot_style import has_matplotlib
+from vtoken.experiments.report.tables import Column, Row, make_table
 from vtoken.modes import MODES
 
-Row = Mapping[str, object]
+_COLUMNS = (
+    Column("concurrency", "requests", digits=0),
+    Column("line", "mode", digits=None),
+    Column("fits", "fits", digits=None),
+    Column("output_throughput", "tok/s"),
+    Column("vtoken_peak_blocks", "peak blocks", digits=0),
+    Column("vtoken_retained_blocks_per_request", "blocks/req"),
+    Column("ideal_blocks_per_request", "packed ideal"),
+    Column("reason", "why not", digits=None, wraps=True),
+)
 
 
 def points_table(half: ScanHalf):
     """A Rich table of concurrency x mode; the frontier of each mode is in bold."""
-    from rich.table import Table
-
     rows = [run.point.row() for run in half.runs]
     several = len({row["policy"] for row in rows if row["policy"]}) > 1
-    frontier = {(r["mode"], r["policy"], r["max_concurrency"]) for r in half.frontier}
-    kind = "modelled" if half.modelled else "measured"
-    table = Table(title=f"{half.pool}, {kind}", title_justify="left")
-    table.add_column("requests", justify="right")
-    table.add_column("mode")
-    for name in ("fits", "tok/s", "peak blocks", "blocks/req", "packed ideal"):
-        table.add_column(name, justify="right")
-    table.add_column("why not")
-    order = {mode: number for number, mode in enumerate(MODES)}
-    for row in sorted(rows, key=lambda r: (r["concurrency"], order[r["mode"]], r["policy"])):
-        mode = f"{row['mode']}, {row['policy']}" if several and row["policy"] else row["mode"]
-        is_frontier = (row["mode"], row["policy"], row["concurrency"]) in frontier
-        table.add_row(
-            f"{row['concurrency']:,}",
-            mode,
-            "[green]yes[/]" if row["feasible"] else "[red]no[/]",
-            _number(row["output_throughput"]),
-            f"{row['vtoken_peak_blocks']:,}" if row["vtoken_peak_blocks"] else "",
-            _number(row["vtoken_retained_blocks_per_request"]),
-            _number(row["ideal_blocks_per_request"]),
-            str(row["reason"]),
-            style="bold" if is_frontier else None,
+    for row in rows:
+        row["line"] = (
+            f"{row['mode']}, {row['policy']}" if several and row["policy"] else row["mode"]
         )
-    return table
-
-
-def _number(value: object) -> str:
-    return "" if value is None else f"{value:,.1f}"
+        row["fits"] = "[green]yes[/]" if row["feasible"] else "[red]no[/]"
+        row["vtoken_peak_blocks"] = row["vtoken_peak_blocks"] or None  # nothing ran
+    rows.sort(key=lambda r: (r["concurrency"], MODES.index(r["mode"]), r["policy"]))
+    frontier = {(r["mode"], r["policy"], r["max_concurrency"]) for r in half.frontier}
+    return make_table(
+        f"{half.pool}, {'modelled' if half.modelled else 'measured'}", rows, _COLUMNS,
+        is_bold=lambda row: (row["mode"], row["policy"], row["concurrency"]) in frontier,
+    )  # fmt: skip
 
 
 def frontier_sentence(half: ScanHalf) -> str:
@@ -127,9 +120,7 @@ def demand_rows(half: ScanHalf) -> list[Row]:
 
 def write_plots(result: ScanResult, folder: str | Path) -> list[Path]:
     """Draw what there is to draw; an empty list where matplotlib is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
+    if not has_matplotlib():
         return []
     paths = []
     for half, prefix in ((result.main, ""), (result.modelled, "modelled_")):
@@ -139,8 +130,6 @@ def write_plots(result: ScanResult, folder: str | Path) -> list[Path]:
 
 
 def _plots_of_half(half: ScanHalf, folder: Path, prefix: str) -> list[Path]:
-    from vtoken.experiments.report import plots
-
     points = [run.point.row() for run in half.runs]
     pool_blocks = half.pool.usable_blocks
     paths = [

@@ -11,19 +11,15 @@ How far the two were apart in that run is reported with every result.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtoken.engine.observe import RunStats
-from vtoken.errors import ConfigError
 from vtoken.experiments.planning.cost_model import StepWork
 from vtoken.experiments.planning.replicas import RequestOutcome
 from vtoken.experiments.planning.series import Series
 from vtoken.units import cdiv
 from vtoken.vllm_plugin.sizing import peak_tokens
 from vtoken.workloads.request import WorkloadRequest
-
-SAMPLE_REQUESTS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,45 +219,3 @@ class ReplicaModel:
                 self.outstanding_tokens -= job.request.prompt_len + job.request.output_len
         if done:
             self.running = [job for job in self.running if job not in done]
-
-
-def calibrate(setup, line: Series, requests: Sequence[WorkloadRequest]) -> Calibration:
-    """Fit the model to the real scheduler on the first requests of a trace, on one replica.
-
-    Raises:
-        ConfigError: a trace with prefix hashes: the model has no prefix cache.
-    """
-    from vtoken.experiments.planning.trace_replay import replay_trace
-
-    if any(r.prefix_hash_ids for r in requests):
-        raise ConfigError(
-            "--approximate", "a trace with prefix hashes",
-            "a trace without them: the approximate model has no prefix cache",
-        )  # fmt: skip
-    sample = list(requests[:SAMPLE_REQUESTS])
-    real = replay_trace(setup, line, sample)
-    stats, busy_s = real.replicas[0].stats, real.replicas[0].clock.busy_s
-    kept = 1.0
-    if line.mode == "naive" and stats.num_decode_steps:
-        full = ReplicaModel(setup, Series("native", ""), Calibration())
-        held = replay_trace(setup, Series("native", ""), sample, make_replica=lambda: full)
-        kept = min(1.0, stats.peak_blocks / max(1, held.replicas[0].stats.peak_blocks))
-    first = Calibration(kept_frac=kept)
-    model = replay_trace(setup, line, sample, make_replica=lambda: ReplicaModel(setup, line, first))
-    factor = busy_s / model.replicas[0].busy_s
-    second = Calibration(kept_frac=kept, step_factor=factor)
-    model = replay_trace(
-        setup, line, sample, make_replica=lambda: ReplicaModel(setup, line, second)
-    )
-    a, b = real.row(), model.row()
-
-    def error(key: str) -> float:
-        return b[key] / a[key] - 1.0 if a.get(key) else 0.0
-
-    return Calibration(
-        step_factor=factor,
-        kept_frac=kept,
-        num_requests=len(sample),
-        throughput_error_frac=error("output_throughput"),
-        e2el_error_frac=error("mean_e2el_ms"),
-    )

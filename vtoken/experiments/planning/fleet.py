@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vtoken.errors import ConfigError, nearest
-from vtoken.experiments.planning.approximate_replica import Calibration, ReplicaModel, calibrate
+from vtoken.experiments.planning.approximate_replica import Calibration, ReplicaModel
 from vtoken.experiments.planning.series import Series
 from vtoken.experiments.planning.trace_replay import Replay, Slo, TraceSetup, replay_trace
 from vtoken.workloads.request import WorkloadRequest
 
 MAX_REPLICAS = 1024
+SAMPLE_REQUESTS = 400
 
 
 class Router:
@@ -90,6 +91,46 @@ def make_router(name: str) -> Router:
     return ROUTERS[name]()
 
 
+def calibrate(setup, line: Series, requests: Sequence[WorkloadRequest]) -> Calibration:
+    """Fit the model to the real scheduler on the first requests of a trace, on one replica.
+
+    Raises:
+        ConfigError: a trace with prefix hashes: the model has no prefix cache.
+    """
+    if any(r.prefix_hash_ids for r in requests):
+        raise ConfigError(
+            "--approximate", "a trace with prefix hashes",
+            "a trace without them: the approximate model has no prefix cache",
+        )  # fmt: skip
+    sample = list(requests[:SAMPLE_REQUESTS])
+    real = replay_trace(setup, line, sample)
+    stats, busy_s = real.replicas[0].stats, real.replicas[0].clock.busy_s
+    kept = 1.0
+    if line.mode == "naive" and stats.num_decode_steps:
+        full = ReplicaModel(setup, Series("native", ""), Calibration())
+        held = replay_trace(setup, Series("native", ""), sample, make_replica=lambda: full)
+        kept = min(1.0, stats.peak_blocks / max(1, held.replicas[0].stats.peak_blocks))
+    first = Calibration(kept_frac=kept)
+    model = replay_trace(setup, line, sample, make_replica=lambda: ReplicaModel(setup, line, first))
+    factor = busy_s / model.replicas[0].busy_s
+    second = Calibration(kept_frac=kept, step_factor=factor)
+    model = replay_trace(
+        setup, line, sample, make_replica=lambda: ReplicaModel(setup, line, second)
+    )
+    a, b = real.row(), model.row()
+
+    def error(key: str) -> float:
+        return b[key] / a[key] - 1.0 if a.get(key) else 0.0
+
+    return Calibration(
+        step_factor=factor,
+        kept_frac=kept,
+        num_requests=len(sample),
+        throughput_error_frac=error("output_throughput"),
+        e2el_error_frac=error("mean_e2el_ms"),
+    )
+
+
 def replay_fleet(
     setup: TraceSetup,
     line: Series,
@@ -98,6 +139,7 @@ def replay_fleet(
     replicas: int,
     router: str = "round-robin",
     calibration: Calibration | None = None,
+    on_request: Callable[[int], None] | None = None,
 ) -> Replay:
     """Replay a trace on a fleet; with a calibration, on the approximate model.
 
@@ -113,8 +155,9 @@ def replay_fleet(
             return ReplicaModel(setup, line, calibration)
 
     return replay_trace(
-        setup, line, requests, replicas=replicas, router=make_router(router), make_replica=make
-    )
+        setup, line, requests, replicas=replicas, router=make_router(router), make_replica=make,
+        on_request=on_request,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,13 +180,10 @@ class FleetNeed:
     calibration: Calibration | None = None
 
     def row(self) -> dict[str, object]:
-        row = self.replay.row() | {
+        return self.replay.row() | {
             "replicas": self.replicas, "gpus": self.gpus, "met_share": self.met_share,
             "tried": self.tried, "router": self.router,
         }  # fmt: skip
-        if self.calibration is not None:
-            row |= self.calibration.row()
-        return row
 
 
 def size_fleet(
@@ -154,7 +194,7 @@ def size_fleet(
     *,
     router: str = "round-robin",
     max_replicas: int = 64,
-    approximate: bool = False,
+    calibration: Calibration | None = None,
 ) -> FleetNeed:
     """Find the fewest replicas that serve the trace within the SLO: double, then bisect.
 
@@ -163,7 +203,6 @@ def size_fleet(
     Raises:
         ConfigError: as in `replay_fleet`.
     """
-    calibration = calibrate(setup, line, requests) if approximate else None
     seen: dict[int, tuple[Replay, float]] = {}
 
     def met(replicas: int) -> bool:
@@ -173,23 +212,23 @@ def size_fleet(
         seen[replicas] = replay, replay.met_share(slo)
         return seen[replicas][1] >= slo.share
 
+    def need(tried: int, replicas: int | None) -> FleetNeed:
+        replay, share = seen[replicas or tried]
+        gpus = None if replicas is None else replicas * setup.plan.tensor_parallel_size
+        return FleetNeed(
+            line=line, replicas=replicas, gpus=gpus, met_share=share, tried=tried, router=router,
+            replay=replay, calibration=calibration,
+        )  # fmt: skip
+
     below, found = 0, 1
     while not met(found):
         if found >= max_replicas:
-            replay, share = seen[found]
-            return FleetNeed(
-                line=line, replicas=None, gpus=None, met_share=share, tried=found, router=router,
-                replay=replay, calibration=calibration,
-            )  # fmt: skip
+            return need(found, None)
         below, found = found, min(2 * found, max_replicas)
     while found - below > 1:
         middle = (found + below) // 2
         below, found = (below, middle) if met(middle) else (middle, found)
-    replay, share = seen[found]
-    return FleetNeed(
-        line=line, replicas=found, gpus=found * setup.plan.tensor_parallel_size, met_share=share,
-        tried=max(seen), router=router, replay=replay, calibration=calibration,
-    )  # fmt: skip
+    return need(max(seen), found)
 
 
 def fleet_sentence(needs: Sequence[FleetNeed], slo: Slo, setup: TraceSetup) -> str:
@@ -203,3 +242,16 @@ def fleet_sentence(needs: Sequence[FleetNeed], slo: Slo, setup: TraceSetup) -> s
         f"GPUs ({setup.plan.device.name}) needed for {slo.describe()}, router {needs[0].router}: "
         f"{', '.join(parts)}; {how}."
     )
+
+
+def warn_of_errors(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Sentences on approximate replicas that are far from the real scheduler."""
+    sentences = []
+    for row in rows:
+        errors = [row.get(f"calibration_{of}_error_frac") for of in ("throughput", "e2el")]
+        if None not in errors and (worst := max(map(abs, errors))) > 0.03:
+            sentences.append(
+                f"{row['mode']}: the approximate model is {100 * worst:.1f} % off the real "
+                "scheduler on the sample it was calibrated on"
+            )
+    return sentences

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from vtoken.errors import ConfigError
@@ -25,6 +26,11 @@ WIDTHS = {"native": 4.0, "indirection": 3.2, "naive": 2.4, "vtoken": 1.5}
 DASHES = ("-", "--", ":", "-.")
 HATCHES = ("", "///", "...", "xx", "\\\\\\")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def has_matplotlib() -> bool:
+    """Whether plots can be drawn here."""
+    return find_spec("matplotlib") is not None
 
 
 def new_figure(title: str, rows: Sequence[Row], width: float = 6.6):

@@ -72,7 +72,7 @@ def run_peers(context: Context, result: SuiteResult) -> None:
     peers: dict[str, Peer] = {}
     try:
         for name, python in interpreters.items():
-            context.listener.stage(f"starting {name}")
+            context.listener.note(f"starting {name}")
             peers[name] = Peer(name, python, _peer_settings(context, name, pool, longest, at_once))
         with context.session(max_tokens=longest, max_num_seqs=at_once) as session:
             runner = context.runner(session)

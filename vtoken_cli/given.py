@@ -1,49 +1,67 @@
-"""From what Typer parsed to a running command: YAML, conversion, environment, output."""
+"""What a user gave, from the command line and a `--config` file, converted and sorted."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vtoken.errors import ConfigError, nearest
-from vtoken_cli.options import ENGINE, MODES, VTOKEN, Opt, Run, by_key
+from vtoken.modes import MODES
+from vtoken_cli.options import ENGINE, FILES, OUTPUT, VTOKEN, Opt, by_key
 from vtoken_cli.output import Output
 from vtoken_cli.parsers import comma_list
 
-_ALREADY_USED = ("config", "output", "as_json", "quiet", "verbose")
+_ALREADY_USED = {row.key for row in (*FILES, *OUTPUT)}
 
 
-def invoke(
-    function: Callable[[Run], None],
-    rows: Sequence[Opt],
-    values: dict[str, Any],
-    extra_args: list[str],
-    many: tuple[str, ...],
-    starts_engine: bool,
-) -> None:
-    """Run a command with what the user gave.
+@dataclass
+class Run:
+    """What a user asked of a command: only what was given, converted.
 
-    Args:
-        values: what Typer found, by key: text, True for a switch, None or False when not given.
+    Attributes:
+        vtoken, engine: {"eviction_ratio": 0.5}, {"model": "tiny-llama"}: keys are the fields of
+            VTokenConfig and EngineSettings.
+        own: {"prompt_len": 256}: rows that are in neither table.
+        many: {"mode": ["native", "vtoken"]}: comma lists.
+        out: results, notes, progress.
         extra_args: what followed `--`.
-
-    Raises:
-        ConfigError: an option, a value or the `--config` file is wrong.
     """
-    given = {key: value for key, value in values.items() if value not in (None, False)}
-    given = {**_read_yaml(given.get("config"), rows), **given}
-    run = build_run(given, rows, many)
-    if extra_args and not starts_engine:
-        raise ConfigError("--", " ".join(extra_args), "this command passes no options to vLLM")
-    run.extra_args = extra_args
-    if not starts_engine:
-        return function(run)
-    _prepare_process(run.out)
-    with run.out.stdout_claimed():
-        function(run)
+
+    out: Output
+    vtoken: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    many: dict[str, list[str]] = field(default_factory=dict)
+    output_dir: Path | None = None
+    extra_args: list[str] = field(default_factory=list)
+
+    def vllm_args(self) -> dict[str, Any]:
+        """Read the options after `--` with vLLM's own parser (imports vLLM).
+
+        Raises:
+            ConfigError: vLLM does not know an option or refuses a value.
+        """
+        from vtoken_cli.vllm_args import parse_vllm_args
+
+        return parse_vllm_args(self.extra_args) if self.extra_args else {}
+
+    def settings(self) -> dict[str, Any]:
+        """What scans, benchmarks and profiles have in common: config, engine, modes, policies.
+
+        Raises:
+            ConfigError: a setting is wrong.
+        """
+        from vtoken.config import VTokenConfig
+        from vtoken.engine.settings import EngineSettings
+
+        names = {"modes": "mode", "policies": "policy"}
+        return {
+            "config": VTokenConfig.from_mapping(self.vtoken),
+            "engine": EngineSettings(**self.engine, vllm_args=self.vllm_args()),
+            **{name: tuple(self.many[key]) for name, key in names.items() if key in self.many},
+        }
 
 
 def build_run(given: dict[str, Any], rows: Sequence[Opt], many: tuple[str, ...]) -> Run:
@@ -54,12 +72,7 @@ def build_run(given: dict[str, Any], rows: Sequence[Opt], many: tuple[str, ...])
         for key, value in given.items()
     }
     _check_modes(parsed.get("mode"))
-    out = Output(
-        as_json=parsed.get("as_json", False),
-        quiet=parsed.get("quiet", False),
-        verbose=parsed.get("verbose", False),
-    )
-    run = Run(out=out)
+    run = Run(out=Output(**{key: parsed.get(key, False) for key in by_key(OUTPUT)}))
     run.output_dir = Path(parsed["output"]).expanduser() if "output" in parsed else None
     if parsed.pop("hash_kv", False):
         parsed.setdefault("hash_kv_every", 1)
@@ -83,7 +96,7 @@ def _check_modes(modes: str | list[str] | None) -> None:
             raise ConfigError("--mode", mode, nearest(mode, MODES))
 
 
-def _read_yaml(file: str | None, rows: Sequence[Opt]) -> dict[str, Any]:
+def read_yaml(file: str | None, rows: Sequence[Opt]) -> dict[str, Any]:
     """Read a `--config` file into values by option key; null means not given."""
     if file is None:
         return {}
@@ -111,24 +124,3 @@ def _read_yaml(file: str | None, rows: Sequence[Opt]) -> dict[str, Any]:
         if value is not None:
             given[row.key] = value
     return given
-
-
-def _interrupt_once(signum, frame) -> None:
-    """End a job as Ctrl-C does: `timeout` and batch systems do it this way, and may do it twice.
-
-    Raises:
-        KeyboardInterrupt: what was measured is kept.
-    """
-    signal.signal(signum, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _prepare_process(out: Output) -> None:
-    """Get the process ready for an engine. May start it over, so nothing has happened before."""
-    from vtoken_cli.cpu_runtime import ensure_cpu_runtime
-
-    ensure_cpu_runtime(out.note)
-    signal.signal(signal.SIGTERM, _interrupt_once)
-    if not out.verbose:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
