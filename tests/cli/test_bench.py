@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from vtoken.experiments.bench import pairing
+from vtoken.experiments.bench.suites import SUITES
 from vtoken_cli.app import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "experiments"
-SUITES = ("memory", "sla", "sensitivity", "prefix", "quality", "peers")
 DRY = ["bench", "--dry-run", "--model", "tiny-llama", "--quiet"]
 SMALL = ["--policy", "random", "--workload", "random:64+40", "--num-prompts", "2"]
 MEMORY = [*DRY, *SMALL, "--ratios", "0.5", "--repeats", "2"]

@@ -24,12 +24,13 @@ from vtoken.experiments.profile.overhead import (
     paired_steps,
 )
 from vtoken.experiments.profile.profile_options import ProfileSettings
-from vtoken.experiments.profile.rows import fit_slope, make_row, median_interval
+from vtoken.experiments.profile.rows import fit_slope, make_row
 from vtoken.experiments.profile.run import ProfileResult, run_profile, write_plots
 from vtoken.experiments.profile.running import Engines, staggered
 from vtoken.experiments.profile.show import answer_lines, tables
 from vtoken.experiments.profile.step import StepProfile, stock_ms
 from vtoken.experiments.profile.timer import REST, PhaseTimer, StepTimes
+from vtoken.experiments.report.statistics import median_interval
 
 
 class Clock:

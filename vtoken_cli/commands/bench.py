@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vtoken.experiments.bench.suites import BY_NAME_ONLY, SUITES
 from vtoken.modes import MODES
 from vtoken_cli.command import command
 from vtoken_cli.delivery import deliver, end
@@ -15,8 +16,6 @@ from vtoken_cli.parsers import choice, comma_list, count, json_object, number, t
 
 if TYPE_CHECKING:
     from vtoken.experiments.bench.bench_options import BenchSettings
-
-SUITES = "memory, sla, sensitivity, prefix, quality, peers, all"
 
 
 def numbers(value: Any, option: str) -> tuple[float, ...]:
@@ -47,7 +46,7 @@ def _goodput(value: Any, option: str) -> dict[str, float]:
 
 OWN = (
     Opt("suites", "--suite", parse=comma_list, metavar="NAME,...", default="memory",
-        help=f"What to run: {SUITES} (peers only by name, or where one is given)."),
+        help=f"What to run: {', '.join((*SUITES, 'all'))}; {', '.join(BY_NAME_ONLY)} only by name."),
     Opt("workloads", "--workload", parse=comma_list, metavar="NAME|FILE,...",
         default="the suite's own", help="text, random or a dataset; :256+96 sets its lengths."),
     Opt("prompt_len", parse=count, metavar="TOKENS", help="Prompts of workloads without lengths."),
@@ -81,9 +80,9 @@ OWN = (
     Opt("thresholds", parse=numbers, metavar="F,...", default="0,0.1,0.3,0.5",
         help="sensitivity: fragmentation thresholds."),
     Opt("degrees", "--sharing-degrees", parse=counts, metavar="N,...", default="1,2,4,8",
-        help="prefix: requests that share a prefix."),
-    Opt("prefix_len", parse=count, metavar="TOKENS", help="prefix: tokens that are shared."),
-    Opt("suffix_len", parse=count, metavar="TOKENS", help="prefix: tokens of their own."),
+        help="prefix, sharing: requests that share a prefix."),
+    Opt("prefix_len", parse=count, metavar="TOKENS", help="prefix, sharing: tokens that are shared."),
+    Opt("suffix_len", parse=count, metavar="TOKENS", help="prefix, sharing: tokens of their own."),
     Opt("peers", parse=json_object, metavar="JSON",
         help="""peers: interpreters of other environments, '{"kvpress": "venv/bin/python"}': """
         "openvino, openvino-eviction, kvpress; NAME:LABEL once more."),

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from vtoken.config import VTokenConfig
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError, nearest
+from vtoken.experiments.bench.suites import BY_NAME_ONLY, SUITES
 from vtoken.experiments.planning.search import parse_concurrency
 from vtoken.modes import MODES
-
-SUITES = ("memory", "sla", "sensitivity", "prefix", "quality", "peers")
-"""All suites, in the order in which `all` runs them (`peers` only when it is asked for)."""
 
 DEFAULT_RATIO = 0.5
 DEFAULT_RATIOS = (0.3, 0.5, 0.7)
@@ -175,10 +173,10 @@ class BenchSettings:
 
     @property
     def chosen_suites(self) -> tuple[str, ...]:
-        """The suites to run, in their order; `all` leaves `peers` out unless one is named."""
+        """The suites to run, in their order; see `BY_NAME_ONLY` for `all`."""
         wanted = set(self.suites)
         if "all" in wanted:
-            wanted |= set(SUITES) - (set() if self.peers else {"peers"})
+            wanted |= set(SUITES) - set(BY_NAME_ONLY) | ({"peers"} if self.peers else set())
         return tuple(suite for suite in SUITES if suite in wanted)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vtoken.engine import StepEngine, open_engine
@@ -192,14 +192,23 @@ class Context:
     # ---- engines -----------------------------------------------------------------------------
 
     def session(
-        self, *, max_tokens: int, max_num_seqs: int, caching: bool = False, max_open: int = 2
+        self,
+        *,
+        max_tokens: int,
+        max_num_seqs: int,
+        caching: bool = False,
+        max_open: int = 2,
+        max_batched_tokens: int | None = None,
     ) -> Session:
         """Engines for requests of at most this length."""
         # One more than needed: a request that may fill the model's length counts as one of
         # unknown length, and admission would then depend on what ran before.
         longest = min(max_tokens + 1, self.shape.max_model_len)
+        engine = self.settings.engine
+        if max_batched_tokens is not None:
+            engine = replace(engine, max_num_batched_tokens=max_batched_tokens)
         return Session(
-            self.settings.engine, self.settings.config, max_model_len=longest,
+            engine, self.settings.config, max_model_len=longest,
             max_num_seqs=max_num_seqs, prefix_caching=caching, max_open=max_open,
             dry_run=self.settings.dry_run, open_real=self._open_real, open_dry=self._open_dry,
         )  # fmt: skip

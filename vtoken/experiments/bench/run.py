@@ -13,10 +13,9 @@ from vtoken.experiments.bench.advice import advise
 from vtoken.experiments.bench.bench_options import BenchSettings
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.journal import Journal
+from vtoken.experiments.bench.suites import NEEDS_TIMES, SUITES
 from vtoken.experiments.report.listener import Listener
 from vtoken.experiments.report.results import utc_now
-
-NEEDS_TIMES = ("sla", "quality", "peers")
 
 
 @dataclass
@@ -69,9 +68,8 @@ def run_bench(
     for suite in suites:
         if settings.dry_run and suite in NEEDS_TIMES:
             if settings.suites != ("all",):
-                raise ConfigError(
-                    "--dry-run", suite, "memory, sensitivity or prefix: the others need a model"
-                )
+                counted = ", ".join(s for s in SUITES if s not in NEEDS_TIMES)
+                raise ConfigError("--dry-run", suite, f"one of {counted}: the others need a model")
             suites = tuple(s for s in suites if s != suite)
     journal = Journal(settings.row(), folder, resume)
     result.num_resumed = journal.num_resumed

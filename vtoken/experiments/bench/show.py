@@ -90,6 +90,33 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("eviction", "evicts", digits=None),
         Column("reason", "why not", digits=None),
     ),
+    "elastic": (
+        *_HEAD,
+        Column("concurrency", "C", digits=0),
+        *_LOAD,
+        Column("throughput_over_native", "x native", digits=3),
+        Column("ci95_low", "from", digits=3),
+        Column("ci95_high", "to", digits=3),
+        Column("identical_pairs", "same", digits=0),
+        Column("vtoken_peak_residents", "at once", digits=0),
+        _PREEMPTIONS,
+        Column("vtoken_evicted_tokens", "dropped", digits=0),
+    ),
+    "sharing": (
+        *_HEAD,
+        Column("shared_prefix", "shared", digits=None),
+        Column("retained_blocks", "blocks"),
+        Column("retained_reduction_frac", "below naive %", 100),
+        Column("prefix_hit_frac", "hits %", 100, 0),
+        Column("least_protected_tokens", "protected", digits=0),
+        Column("shared_tokens_skipped", "skipped", digits=0),
+        Column("dropped_blocks", "dropped", digits=0),
+        Column("vtoken_released_blocks", "released", digits=0),
+        Column("copies", "copies", digits=0),
+        Column("copies_declined", "declined", digits=0),
+        Column("cached_prefix_blocks", "cached", digits=0),
+        Column("inconsistencies", "wrong", digits=0),
+    ),
 }
 
 # Terminals are narrow; the HTML page has them.

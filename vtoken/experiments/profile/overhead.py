@@ -24,7 +24,7 @@ from vtoken.experiments.profile.boundaries import (
     watch_engine,
 )
 from vtoken.experiments.profile.profile_options import ProfileSettings
-from vtoken.experiments.profile.rows import Row, Say, make_row, median_interval
+from vtoken.experiments.profile.rows import Row, Say, make_row
 from vtoken.experiments.profile.running import (
     Engines,
     side_by_side,
@@ -32,6 +32,7 @@ from vtoken.experiments.profile.running import (
     stop_requests,
 )
 from vtoken.experiments.profile.timer import PhaseTimer
+from vtoken.experiments.report.statistics import median_interval
 
 WARM_UP_STEPS = 4
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -1,31 +1,33 @@
-"""Shared prefixes: what reclamation saves beside a prefix cache, by sharing degree.
+"""Sharing suite: what reclamation saves beside a prefix cache, by sharing degree.
 
-The paper's Table 1. A prefix is run alone first, so that its blocks are cached; then `degree`
-requests are submitted that share it and have a suffix of their own. Retained blocks are distinct
-blocks in use, averaged over the steps in which all of them decode.
+Paper: section 5.7, Table 1, step by step. A prefix is run alone first, so that its blocks are
+cached; then `degree` requests are submitted that share it and have a suffix of their own. Retained
+blocks are distinct blocks in use, averaged over the steps in which all of them decode.
 
-All sharers must be admitted in one step (`max_num_batched_tokens`): a request whose sharers still
-wait holds the prefix alone, and may evict from it and rewrite its blocks.
+All sharers must be admitted in one step: a request whose sharers still wait holds the prefix alone,
+and may evict from it and rewrite its blocks.
 
-    python -m vtoken.experiments.bench.suites.sharing                     dry, 8K + 8K tokens, random
-    python -m vtoken.experiments.bench.suites.sharing --model smollm2-135m --prefix-len 2048 \\
-        --suffix-len 2048 --policy h2o                            measured
+    vtoken bench --suite sharing --dry-run --model meta-llama/Llama-3.1-8B --policy random \\
+        --prefix-len 8K --suffix-len 8K
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Self
 
 import numpy as np
 
-from vtoken.config import VTokenConfig
 from vtoken.engine.base import StepEngine
 from vtoken.engine.observe import Observer
-from vtoken.engine.run import run_requests
+from vtoken.experiments.bench.bench_options import Case
+from vtoken.experiments.bench.context import Context, SuiteResult
+from vtoken.experiments.bench.measure import HitCounter
+from vtoken.experiments.bench.open_engines import Pool
 
+PAPER = "section 5.7, Table 1"
+DEFAULT_POLICIES = ("random",)
+PREFIX_TOKENS, SUFFIX_TOKENS, OUTPUT_TOKENS = 1024, 1024, 64
 VARIANTS = (("naive", "protect"), ("vtoken", "protect"), ("vtoken", "copy"))
 CHECK_EVERY = 16  # steps between two looks at every table and the pool
 
@@ -48,33 +50,6 @@ class SharingCase:
     def suffix(self, i: int) -> list[int]:
         rng = np.random.default_rng([self.seed, 1, i])
         return [10 + i, *rng.integers(10, self.vocab_size, self.suffix_tokens - 1).tolist()]
-
-
-class HitCounter:
-    """Counts prompt tokens that requests found in the prefix cache when they started."""
-
-    def __init__(self, engine: StepEngine) -> None:
-        self.hit_tokens = self.prompt_tokens = 0
-        self._scheduler = engine.scheduler
-
-    def __enter__(self) -> Self:
-        # Not around `schedule`: that is where observers are, one inside the other.
-        update = self._scheduler._update_after_schedule
-
-        def counted(output):
-            self.hit_tokens += sum(r.num_computed_tokens for r in output.scheduled_new_reqs)
-            self.prompt_tokens += sum(len(r.prompt_token_ids) for r in output.scheduled_new_reqs)
-            return update(output)
-
-        self._scheduler._update_after_schedule = counted
-        return self
-
-    def __exit__(self, *exc) -> None:
-        del self._scheduler.__dict__["_update_after_schedule"]
-
-    @property
-    def hit_frac(self) -> float:
-        return self.hit_tokens / self.prompt_tokens
 
 
 class SharingObserver(Observer):
@@ -124,7 +99,8 @@ def measure_sharing(engine: StepEngine, case: SharingCase) -> dict[str, object]:
     counters, blocks = engine.counters, fmean(observer.retained_blocks)
     cached = sum(engine.block_pool.get_cached_block(h, [0]) is not None for h in hashes)
     return {
-        "mode": config.mode, "policy": config.policy, "shared_prefix": config.shared_prefix,
+        "mode": config.mode, "policy": config.policy, "workload": f"shared-prefix-{case.degree}",
+        "shared_prefix": config.shared_prefix,
         "sharing_degree": case.degree, "eviction_ratio": config.effective_ratio,
         "prefix_tokens": case.prefix_tokens, "suffix_tokens": case.suffix_tokens,
         "output_tokens": case.output_tokens, "block_size": engine.block_size,
@@ -144,97 +120,59 @@ def measure_sharing(engine: StepEngine, case: SharingCase) -> dict[str, object]:
     }  # fmt: skip
 
 
-def prefix_table(
-    engine_for: Callable[[VTokenConfig], StepEngine],
-    config: VTokenConfig,
-    case: SharingCase,
-    degrees: Sequence[int] = (1, 2, 4, 8),
-    *,
-    variants: Iterable[tuple[str, str]] = VARIANTS,
-    advance: Callable[[dict[str, object]], None] = lambda row: None,
-) -> list[dict[str, object]]:
-    """Measure every variant at every sharing degree; the paper's Table 1.
-
-    Args:
-        engine_for: gives an idle engine with these settings and prefix caching on; the same one
-            again with other settings, or a new one.
-        config: policy, budget and all else that the variants share.
-        case: its degree is replaced.
-        variants: pairs of mode and `shared_prefix`.
-        advance: told each row when it is measured.
-
-    Returns:
-        Rows of `measure_sharing`, with `retained_reduction_frac`: blocks below naive's at the
-        same degree, None where naive was not measured.
-    """
-    rows: list[dict[str, object]] = []
-    for degree in degrees:
-        naive = None
-        for mode, shared_prefix in variants:
-            changes = {"mode": mode, "shared_prefix": shared_prefix}
-            engine = engine_for(config.model_copy(update=changes))
-            row = measure_sharing(engine, replace(case, degree=degree))
-            if mode == "naive":
-                naive = row["retained_blocks"]
-            row["retained_reduction_frac"] = None
-            if naive is not None:
-                row["retained_reduction_frac"] = 1 - row["retained_blocks"] / naive
-            rows.append(row)
-            advance(row)
-    return rows
-
-
-def measure_hits(
-    engine: StepEngine, requests: Sequence, *, max_concurrency: int
-) -> dict[str, object]:
-    """Run requests closed loop from an empty prefix cache; how much of their prompts it gave.
-
-    Returns:
-        A flat row with `prefix_hit_frac`, a share of all prompt tokens.
-    """
-    engine.reset_prefix_cache()
-    with HitCounter(engine) as hits:
-        run = run_requests(engine, requests, max_concurrency=max_concurrency)
-    config, counters, stats = engine.config, run.counters, run.stats
-    return {
-        "mode": "native" if config is None else config.mode,
-        "policy": "" if config is None else config.policy,
-        "shared_prefix": "" if config is None else config.shared_prefix,
-        "num_requests": len(run.finished), "max_concurrency": max_concurrency,
-        "prefix_hit_frac": hits.hit_frac,
-        "vtoken_peak_blocks": stats.peak_blocks, "vtoken_preemptions": stats.preemptions,
-        "vtoken_evicted_tokens": counters.evicted_tokens,
-        "copies": counters.copies, "copies_declined": counters.copies_declined,
-    }  # fmt: skip
-
-
-def show_prefix_table(rows: Sequence[dict[str, object]]):
-    """The rows as a Rich table."""
-    from rich.table import Table
-
-    first = rows[0]
-    table = Table(
-        title=f"Shared prefixes: {first['policy']}, {first['prefix_tokens']:,} shared and "
-        f"{first['suffix_tokens']:,} own tokens, ratio {first['eviction_ratio']}"
+def run_sharing(context: Context, result: SuiteResult) -> None:
+    """Run the suite, into the result: every variant at every sharing degree."""
+    settings = context.settings
+    case = SharingCase(
+        degree=max(settings.degrees), prefix_tokens=settings.prefix_len or PREFIX_TOKENS,
+        suffix_tokens=settings.suffix_len or SUFFIX_TOKENS,
+        output_tokens=settings.output_len or OUTPUT_TOKENS, vocab_size=context.shape.vocab_size,
+        seed=settings.engine.seed,
+    )  # fmt: skip
+    own = case.suffix_tokens + case.output_tokens
+    context.check_length(case.prefix_tokens + own)
+    most_tokens = case.prefix_tokens + case.degree * own
+    N = context.block_size
+    pool = Pool(
+        num_kv_blocks=settings.engine.num_kv_blocks or most_tokens // N * 5 // 4 + 64, block_size=N
     )
-    table.add_column("degree", justify="right")
-    table.add_column("mode", no_wrap=True)
-    for name in (
-        "blocks", "below naive", "hits", "protected", "skipped", "dropped", "released", "copies",
-        "declined", "cached", "wrong",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
-    for r in rows:
-        saved = r["retained_reduction_frac"]
-        table.add_row(
-            str(r["sharing_degree"]), f"{r['mode']} {r['shared_prefix']}",
-            f"{r['retained_blocks']:,.1f}", "" if saved is None else f"{saved:.1%}",
-            f"{r['prefix_hit_frac']:.0%}", f"{r['least_protected_tokens']:,}",
-            f"{r['shared_tokens_skipped']:,}", f"{r['dropped_blocks']:,}",
-            f"{r['vtoken_released_blocks']:,}", f"{r['copies']:,}", f"{r['copies_declined']:,}",
-            f"{r['cached_prefix_blocks']:,}", str(r["inconsistencies"]),
-        )  # fmt: skip
-    return table
+    with context.session(
+        max_tokens=case.prefix_tokens + own, max_num_seqs=case.degree, caching=True,
+        max_batched_tokens=most_tokens,
+    ) as session:  # fmt: skip
+        for policy in context.policies(DEFAULT_POLICIES):
+            for degree in settings.degrees:
+                naive = None
+                for mode, kind in VARIANTS:
+                    if mode not in settings.modes:
+                        continue
+                    context.listener.note(f"degree {degree}, {mode} {kind}, {policy}")
+                    changes = {"shared_prefix": kind}
+                    engine = session.get(Case(mode=mode, policy=policy, changes=changes), pool)
+                    row = measure_sharing(engine, replace(case, degree=degree))
+                    naive = row["retained_blocks"] if mode == "naive" else naive
+                    if naive is not None:
+                        row["retained_reduction_frac"] = 1 - row["retained_blocks"] / naive
+                    if settings.dry_run:
+                        row["modelled"] = True
+                    result.rows.append(row)
+
+
+def sentences(rows: list[dict[str, object]]) -> list[str]:
+    """Blocks saved against naive; and what checks found, where they found something."""
+    lines = []
+    for mode, kind in VARIANTS[1:]:
+        saved = [
+            f"{100 * row['retained_reduction_frac']:.1f} % at degree {row['sharing_degree']}"
+            for row in rows
+            if (row["mode"], row["shared_prefix"]) == (mode, kind)
+            and row.get("retained_reduction_frac") is not None
+        ]
+        if saved:
+            lines.append(f"{kind}: fewer blocks in use than naive: {', '.join(saved)}.")
+    if wrong := sum(row["inconsistencies"] for row in rows):
+        lines.append(f"Checks of tables and pool found {wrong} inconsistencies.")
+    return lines
 
 
 def _block_hashes(engine: StepEngine) -> list:
@@ -252,77 +190,3 @@ def _finish(engine: StepEngine) -> list[str]:
         if steps % CHECK_EVERY == 0:
             wrong += engine.check_invariants()
     return wrong + engine.check_idle()
-
-
-# ---- as a script --------------------------------------------------------------------------------
-
-
-def dry_engines(**limits) -> Callable[[VTokenConfig], StepEngine]:
-    """A new dry engine for every row; scored policies get made-up scores."""
-    from vtoken.engine.dry import DryEngine, DrySettings
-    from vtoken.experiments.planning.dry_engines import random_scores
-
-    settings = DrySettings(enable_prefix_caching=True, **limits)
-    return lambda config: DryEngine(settings, config, score_source=random_scores)
-
-
-def one_real_engine(engine: StepEngine) -> Callable[[VTokenConfig], StepEngine]:
-    """The same real engine for every row."""
-
-    def engine_for(config: VTokenConfig) -> StepEngine:
-        engine.reconfigure(config)
-        return engine
-
-    return engine_for
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    import argparse
-
-    from rich.console import Console
-
-    parser = argparse.ArgumentParser(description="Retained blocks by sharing degree.")
-    parser.add_argument("--model", help="measure on this model; without it: dry, 8K + 8K")
-    parser.add_argument("--policy", default="random")
-    parser.add_argument("--eviction-ratio", type=float, default=0.5)
-    parser.add_argument("--prefix-len", type=int, default=8192)
-    parser.add_argument("--suffix-len", type=int, default=8192)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8])
-    args = parser.parse_args(arguments)
-    config = VTokenConfig(policy=args.policy, eviction_ratio=args.eviction_ratio)
-    total = args.prefix_len + args.suffix_len + args.output_len
-    most_tokens = args.prefix_len + max(args.degrees) * (args.suffix_len + args.output_len)
-    limits = {
-        "num_kv_blocks": most_tokens // 16 * 5 // 4 + 64, "max_model_len": total,
-        "max_num_batched_tokens": most_tokens,
-    }  # fmt: skip
-    case = SharingCase(
-        degree=1, prefix_tokens=args.prefix_len, suffix_tokens=args.suffix_len,
-        output_tokens=args.output_len, vocab_size=32000,
-    )  # fmt: skip
-    console = Console(width=140)
-
-    def advance(row) -> None:
-        name = f"{row['mode']} {row['shared_prefix']}"
-        console.print(
-            f"degree {row['sharing_degree']} {name}: {row['retained_blocks']:,.1f} blocks"
-        )
-
-    if args.model is None:
-        rows = prefix_table(dry_engines(**limits), config, case, args.degrees, advance=advance)
-    else:
-        from vtoken.engine import EngineSettings, open_engine
-
-        settings = EngineSettings(
-            model=args.model, block_size=16, enable_prefix_caching=True, **limits
-        )
-        with open_engine(settings, config) as engine:
-            rows = prefix_table(
-                one_real_engine(engine), config, case, args.degrees, advance=advance
-            )
-    console.print(show_prefix_table(rows))
-
-
-if __name__ == "__main__":
-    main()
