@@ -97,11 +97,7 @@ def _parameter(row: Opt) -> inspect.Parameter:
 
 
 def _interrupt_once(signum, frame) -> None:
-    """End a job as Ctrl-C does: `timeout` and batch systems do it this way, and may do it twice.
-
-    Raises:
-        KeyboardInterrupt: what was measured is kept.
-    """
+    """End a job as Ctrl-C does: `timeout` and batch systems do it this way, and may do it twice."""
     signal.signal(signum, signal.SIG_IGN)
     raise KeyboardInterrupt
 

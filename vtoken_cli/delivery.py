@@ -51,10 +51,6 @@ def deliver(
 
 
 def end(*, interrupted: bool = False, failed: bool = False) -> None:
-    """End a command with the exit code of what became of it.
-
-    Raises:
-        typer.Exit: unless all went well.
-    """
+    """End a command with the exit code of what became of it."""
     if interrupted or failed:
         raise typer.Exit(INTERRUPTED if interrupted else NOTHING_FITS)

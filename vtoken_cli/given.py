@@ -38,21 +38,13 @@ class Run:
     extra_args: list[str] = field(default_factory=list)
 
     def vllm_args(self) -> dict[str, Any]:
-        """Read the options after `--` with vLLM's own parser (imports vLLM).
-
-        Raises:
-            ConfigError: vLLM does not know an option or refuses a value.
-        """
+        """Read the options after `--` with vLLM's own parser (imports vLLM)."""
         from vtoken_cli.vllm_args import parse_vllm_args
 
         return parse_vllm_args(self.extra_args) if self.extra_args else {}
 
     def settings(self) -> dict[str, Any]:
-        """What scans, benchmarks and profiles have in common: config, engine, modes, policies.
-
-        Raises:
-            ConfigError: a setting is wrong.
-        """
+        """What scans, benchmarks and profiles have in common: config, engine, modes, policies."""
         from vtoken.config import VTokenConfig
         from vtoken.engine.settings import EngineSettings
 

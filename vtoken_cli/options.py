@@ -51,11 +51,7 @@ class Opt:
         return long | {self.key}
 
     def read(self, value: Any) -> Any:
-        """Convert a value that was given.
-
-        Raises:
-            ConfigError: names the option, the value and what is allowed.
-        """
+        """Convert a value that was given."""
         return flag(value, self.name) if self.switch else self.parse(value, self.name)
 
 

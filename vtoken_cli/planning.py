@@ -60,11 +60,7 @@ _KEYS = [row.key for row in PLANNING]
 
 
 def take_planning(run: Run) -> dict[str, Any] | None:
-    """Take the planning options out of what the user gave; None where there are none.
-
-    Raises:
-        ConfigError: planning options without a device, or without --dry-run.
-    """
+    """Take the planning options out of what the user gave; None where there are none."""
     given = {key: run.own.pop(key) for key in _KEYS if key in run.own}
     if not given:
         return None
@@ -96,9 +92,6 @@ def plan(run: Run, given: dict[str, Any], make_settings) -> bool:
     Args:
         given: from `take_planning`.
         make_settings: turns a `Run` into `ScanSettings`.
-
-    Raises:
-        ConfigError: a setting is wrong.
     """
     from vtoken.experiments.capacity.planned_scan import check_score_free, plan_for
 

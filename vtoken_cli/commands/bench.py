@@ -128,11 +128,7 @@ def bench(run: Run) -> None:
 
 
 def make_settings(run: Run) -> BenchSettings:
-    """Turn what the user gave into settings.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
+    """Turn what the user gave into settings."""
     from vtoken.experiments.bench.bench_options import BenchSettings
 
     own = {k: tuple(v) if isinstance(v, list) else v for k, v in run.own.items()}

@@ -62,11 +62,7 @@ def capacity_scan(run: Run) -> None:
 
 
 def make_settings(run: Run) -> ScanSettings:
-    """Turn what the user gave into settings.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
+    """Turn what the user gave into settings."""
     from vtoken.experiments.capacity.scan_options import DEFAULT_TIME_LIMIT_S, ScanSettings
 
     settings = ScanSettings(**run.settings(), **run.own)

@@ -63,11 +63,7 @@ def profile(run: Run) -> None:
 
 
 def make_settings(run: Run) -> ProfileSettings:
-    """Turn what the user gave into settings, and check them before anything starts.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
+    """Turn what the user gave into settings, and check them before anything starts."""
     from vtoken.experiments.profile.profile_options import BLOCK_SIZE, ProfileSettings
     from vtoken.experiments.profile.profile_options import SUITES as ALL
     from vtoken.models import resolve_model

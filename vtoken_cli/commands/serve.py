@@ -49,11 +49,7 @@ def serve(run: Run) -> None:
 
 
 def engine_settings(run: Run) -> dict:
-    """The engine's settings, with the model from either place.
-
-    Raises:
-        ConfigError: two different models.
-    """
+    """The engine's settings, with the model from either place."""
     named = run.own.get("model_name")
     if named and run.engine.get("model", named) != named:
         raise ConfigError("--model", run.engine["model"], f"MODEL says {named}; give one of them")

@@ -33,11 +33,7 @@ class Case:
     block_size: int | None = None
 
     def config(self, base: VTokenConfig) -> VTokenConfig:
-        """vToken's settings for this case.
-
-        Raises:
-            ConfigError: a change is not allowed.
-        """
+        """vToken's settings for this case."""
         fields = base.model_dump(exclude_unset=True) | dict(self.changes)
         if "eviction_ratio" in self.changes:
             fields.pop("kv_budget_tokens", None)
@@ -163,11 +159,7 @@ class BenchSettings:
             )
 
     def check_budgets(self, block_size: int) -> None:
-        """Check policies and budgets.
-
-        Raises:
-            ConfigError: an unknown policy, or a budget below what it must keep.
-        """
+        """Check policies and budgets."""
         for policy in self.policies or DEFAULT_POLICIES:
             Case(mode="vtoken", policy=policy).config(self.config).make_budget(block_size)
 

@@ -73,11 +73,7 @@ class Context:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's shape.
-
-        Raises:
-            ConfigError: no such model.
-        """
+        """The model's shape."""
         if self._shape is None:
             self._shape, self._model = find_shape(
                 self.settings.engine.model, needs_weights=not self.settings.dry_run
@@ -90,11 +86,7 @@ class Context:
         return self._model
 
     def tokenizer(self):
-        """The model's tokenizer.
-
-        Raises:
-            ConfigError: it has none.
-        """
+        """The model's tokenizer."""
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -174,11 +166,7 @@ class Context:
         return min(self.settings.engine.max_model_len or longest, longest)
 
     def check_length(self, num_tokens: int) -> None:
-        """Refuse requests that the model or the user's own limit does not take.
-
-        Raises:
-            ConfigError: says which.
-        """
+        """Refuse requests that the model or the user's own limit does not take."""
         given, longest = self.settings.engine.max_model_len, self.shape.max_model_len
         if given is not None and given < num_tokens:
             raise ConfigError(

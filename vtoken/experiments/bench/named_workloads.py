@@ -24,8 +24,8 @@ from vtoken.workloads import (
     random_prompts,
     shipped_texts,
     text_prompts,
-    trace_token_ids,
     with_arrivals,
+    with_token_ids,
 )
 from vtoken.workloads.files import OPTION
 from vtoken.workloads.load import TRACE_LOADERS
@@ -55,9 +55,6 @@ class Workload:
 
         Args:
             num: requests of the largest run, each of whose repeats takes rows of its own.
-
-        Raises:
-            ConfigError: says how many there are.
         """
         if self.max_requests is not None and num * repeats > self.max_requests:
             raise ConfigError(
@@ -96,9 +93,6 @@ def make_workload(
         is_text_needed: False: lengths alone count, and `text` is made of random ids.
         max_len: prompt and output tokens of the longest row that is taken from a dataset; None:
             any.
-
-    Raises:
-        ConfigError: no such workload, or a file with no usable rows.
     """
     match = re.fullmatch(r"(.+?)(?::(\d+)\+(\d+))?", text)
     name = match[1]
@@ -164,7 +158,7 @@ def _dataset(text: str, path: str, get_tokenizer, vocab_size: int, max_len: int 
             return random_prompts(num, length, 16, vocab_size=vocab_size, repeat=repeat)
         workload.check_rows(num, repeat + 1)
         first, last = repeat * num, (repeat + 1) * num
-        return [_with_ids(rows[i], vocab_size, i) for i in range(first, last)]
+        return [with_token_ids(rows[i], vocab_size=vocab_size, index=i) for i in range(first, last)]
 
     workload = Workload(
         name=text, make=lru_cache(64)(make), max_tokens=max(r.prompt_len + r.output_len for r in rows),
@@ -186,9 +180,6 @@ def leave_out_long(
 
     Returns:
         The rows that stay, and a sentence on the others, "" where there are none.
-
-    Raises:
-        ConfigError: no row stays.
     """
     lengths = [row.prompt_len + row.output_len for row in rows]
     if max_len is None or max(lengths) <= max_len:
@@ -204,10 +195,3 @@ def leave_out_long(
         f"{text}: {len(rows) - len(short)} of {len(rows)} usable rows are left out, being longer "
         f"than {max_len:,} tokens with their output."
     )
-
-
-def _with_ids(request: WorkloadRequest, vocab_size: int, index: int) -> WorkloadRequest:
-    if request.prompt_token_ids is not None:
-        return request
-    ids = trace_token_ids(request, vocab_size=vocab_size, index=index)
-    return replace(request, prompt_token_ids=ids.tolist())

@@ -76,10 +76,6 @@ class Session:
 
         Args:
             files: `record_decisions` or `replay_decisions`.
-
-        Raises:
-            ConfigError: the settings do not fit the engine.
-            EngineError: it could not start.
         """
         config = case.config(self.base)
         if files:

@@ -57,10 +57,6 @@ def run_bench(
     Args:
         folder: where runs are kept as they come; None: nowhere.
         resume: the folder of an earlier benchmark of the same settings.
-
-    Raises:
-        ConfigError: a setting is wrong.
-        EngineError: an engine failed.
     """
     listener = listener or Listener()
     result = BenchResult(settings, utc_now())
@@ -92,11 +88,7 @@ def run_bench(
 
 
 def _check_rows(suites: Sequence[str], context: Context) -> None:
-    """Refuse datasets that are too short for any of the suites, before the first one runs.
-
-    Raises:
-        ConfigError: says for how many requests there are rows.
-    """
+    """Refuse datasets that are too short for any of the suites, before the first one runs."""
     modules = map(suite_module, suites)
     largest = [m.largest_run(context.settings) for m in modules if hasattr(m, "largest_run")]
     if largest:

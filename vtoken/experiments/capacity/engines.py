@@ -117,9 +117,6 @@ class RealEngines:
 
         Hooks are new every time: what they learn from requests (output lengths, for admission)
         must not make a point depend on the points before it.
-
-        Raises:
-            EngineError: it could not start.
         """
         if concurrency <= self.max_num_seqs and not self.must_load(line):
             if line.mode != "native":

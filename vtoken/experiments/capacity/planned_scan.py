@@ -38,11 +38,7 @@ BATCHED_TOKENS = 8192  # vLLM's default on large devices, and the overhead rule'
 
 
 def check_score_free(settings: ScanSettings) -> None:
-    """Refuse policies that need attention scores unless some were recorded: a dry run has none.
-
-    Raises:
-        ConfigError: names the policy and what is possible.
-    """
+    """Refuse policies that need attention scores unless some were recorded: a dry run has none."""
     if settings.replay_scores is not None:
         return  # checked against the policies once the pool is known
     for line in settings.series:

@@ -123,9 +123,6 @@ def host_pool(engine: EngineSettings, shape: ModelShape, block_size: int, host: 
 
     Source: vllm/v1/worker/cpu_worker.py, `CPUWorker.determine_available_memory`. The process is
     taken to hold what it holds now and the weights.
-
-    Raises:
-        ConfigError: nothing is left for the KV cache.
     """
     share = engine.gpu_memory_utilization or VLLM_GPU_MEM_UTIL
     shape = shape.with_dtype(engine.dtype or host.dtype)

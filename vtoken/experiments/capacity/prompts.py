@@ -20,7 +20,7 @@ from vtoken.workloads import (
     random_prompts,
     shipped_texts,
     text_prompts,
-    trace_token_ids,
+    with_token_ids,
 )
 from vtoken.workloads.files import read_json_rows
 from vtoken.workloads.load import TRACE_LOADERS
@@ -123,7 +123,10 @@ def _dataset_prompts(settings: ScanSettings, get_tokenizer, vocab_size: int) -> 
                 f"{settings.repeats} repeats",
             )  # fmt: skip
         first = repeat * per_repeat
-        return [_with_ids(rows[i], vocab_size, i) for i in range(first, first + num)]
+        return [
+            with_token_ids(rows[i], vocab_size=vocab_size, index=i)
+            for i in range(first, first + num)
+        ]
 
     return PromptSource(
         make,
@@ -132,11 +135,3 @@ def _dataset_prompts(settings: ScanSettings, get_tokenizer, vocab_size: int) -> 
         mean_tokens=sum(totals) / len(totals),
         what=f"requests of {path}, up to {max(totals):,} tokens",
     )
-
-
-def _with_ids(request: WorkloadRequest, vocab_size: int, index: int) -> WorkloadRequest:
-    """A trace's request with made-up token ids; others have their own."""
-    if request.prompt_token_ids is not None:
-        return request
-    ids = trace_token_ids(request, vocab_size=vocab_size, index=index)
-    return replace(request, prompt_token_ids=ids.tolist())

@@ -101,11 +101,7 @@ class _Source:
 
 
 def is_scored(policy: str) -> bool:
-    """Whether a policy reads scores.
-
-    Raises:
-        ConfigError: no such policy.
-    """
+    """Whether a policy reads scores."""
     from vtoken.policies.registry import policy_class
 
     return policy_class(policy).score_kind != ScoreKind.NONE

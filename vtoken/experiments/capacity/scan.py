@@ -41,12 +41,7 @@ class CapacityScan(ScanSetup):
     """Runs one scan; see `ScanSetup` for what it takes."""
 
     def run(self) -> ScanResult:
-        """Run the scan; after Ctrl-C the result holds the points there were.
-
-        Raises:
-            ConfigError: a setting is wrong, or a pool cannot hold one packed request.
-            EngineError: an engine failed.
-        """
+        """Run the scan; after Ctrl-C the result holds the points there were."""
         try:
             self._prepare()
             if self.settings.dry_run:
@@ -185,9 +180,6 @@ def dry_frontier(
 
     Returns:
         Rows with mode, policy, max_concurrency, modelled.
-
-    Raises:
-        ConfigError: a setting is wrong, or the pool cannot hold one packed request.
     """
     config = VTokenConfig.from_mapping(
         {"policy": policy, "eviction_ratio": eviction_ratio, "kv_budget_tokens": kv_budget_tokens}

@@ -100,11 +100,7 @@ class ScanSettings:
         return list(lines)
 
     def check_budgets(self, block_size: int) -> None:
-        """Check policies and budgets against a block size.
-
-        Raises:
-            ConfigError: an unknown policy, or a budget below what it must keep.
-        """
+        """Check policies and budgets against a block size."""
         for line in self.series:
             line.config(self.config).make_budget(block_size)
 

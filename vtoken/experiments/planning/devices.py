@@ -176,11 +176,7 @@ def known_devices() -> Mapping[str, Device]:
 
 
 def get_device(name: str) -> Device:
-    """Find a device by name, without regard to case.
-
-    Raises:
-        ConfigError: unknown; the nearest name is given.
-    """
+    """Find a device by name, without regard to case."""
     devices, aliases = _load_devices()
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     key = key.removesuffix("b") if key.endswith("gb") else key

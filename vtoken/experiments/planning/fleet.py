@@ -81,11 +81,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 def make_router(name: str) -> Router:
-    """Build a router; each replay needs one of its own.
-
-    Raises:
-        ConfigError: unknown; the nearest name is given.
-    """
+    """Build a router; each replay needs one of its own."""
     if name not in ROUTERS:
         raise ConfigError("--router", name, nearest(name, ROUTERS))
     return ROUTERS[name]()
@@ -199,9 +195,6 @@ def size_fleet(
     """Find the fewest replicas that serve the trace within the SLO: double, then bisect.
 
     Assumes that more replicas never serve worse.
-
-    Raises:
-        ConfigError: as in `replay_fleet`.
     """
     seen: dict[int, tuple[Replay, float]] = {}
 

@@ -84,11 +84,7 @@ class ModelShape:
     def kv_bytes_per_token(
         self, *, tensor_parallel_size: int = 1, kv_cache_dtype: str = "auto"
     ) -> int:
-        """K and V of one token in all layers, on one rank, in bytes.
-
-        Raises:
-            ConfigError: heads cannot be split so, or an unknown dtype.
-        """
+        """K and V of one token in all layers, on one rank, in bytes."""
         heads = self.kv_heads_per_rank(tensor_parallel_size)
         dtype = self.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         if dtype not in DTYPE_BYTES:
@@ -96,11 +92,7 @@ class ModelShape:
         return 2 * self.num_layers * heads * self.head_size * DTYPE_BYTES[dtype]
 
     def kv_heads_per_rank(self, tensor_parallel_size: int) -> int:
-        """KV heads on each rank; with more ranks than heads, heads are replicated.
-
-        Raises:
-            ConfigError: the ranks do not divide the attention heads.
-        """
+        """KV heads on each rank; with more ranks than heads, heads are replicated."""
         ranks = tensor_parallel_size
         fits = ranks >= 1 and self.num_heads % ranks == 0
         if not fits or (self.num_kv_heads % ranks and ranks % self.num_kv_heads):
@@ -113,11 +105,7 @@ class ModelShape:
         return max(1, self.num_kv_heads // ranks)
 
     def with_dtype(self, dtype: str) -> ModelShape:
-        """The same model with its weights (and KV cache) in another dtype; "auto" changes nothing.
-
-        Raises:
-            ConfigError: an unknown dtype.
-        """
+        """The same model with its weights (and KV cache) in another dtype; "auto" changes nothing."""
         if dtype == "auto":
             return self
         if dtype not in DTYPE_BYTES:

@@ -187,9 +187,6 @@ def replay_trace(
         router: a `fleet.Router`; None where there is one replica.
         make_replica: other replicas than the real scheduler's (`fleet.ReplicaModel`).
         on_request: told how many requests have arrived.
-
-    Raises:
-        ConfigError: no requests, or arrivals that are negative or not sorted.
     """
     check_arrivals(requests)
     make = make_replica or (lambda: setup.replica(line, requests))
@@ -214,11 +211,7 @@ def replay_trace(
 
 
 def check_arrivals(requests: Sequence[WorkloadRequest]) -> None:
-    """Refuse what cannot be replayed.
-
-    Raises:
-        ConfigError: no requests, a negative time, or times that run backwards.
-    """
+    """Refuse what cannot be replayed."""
     if not requests:
         raise ConfigError("--trace", "no requests", "a trace with at least one request")
     last_s = 0.0

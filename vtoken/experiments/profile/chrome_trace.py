@@ -31,10 +31,6 @@ def trace_events(spans_by_mode: Mapping[str, Sequence[Span]]) -> list[dict[str, 
 
 
 def write_trace(path: str | Path, spans_by_mode: Mapping[str, Sequence[Span]]) -> Path:
-    """Write the file.
-
-    Raises:
-        ConfigError: the place cannot be written to.
-    """
+    """Write the file."""
     content = {"traceEvents": trace_events(spans_by_mode), "displayTimeUnit": "ms"}
     return write_json(path, content)

@@ -32,9 +32,6 @@ def run_profile(settings: ProfileSettings, say: Say) -> ProfileResult:
 
     Args:
         say: called with what is measured next.
-
-    Raises:
-        ConfigError: a setting does not fit the model or the machine.
     """
     result = ProfileResult(settings, utc_now())
     try:

@@ -28,9 +28,6 @@ def start_requests(
 
     Returns:
         Their names.
-
-    Raises:
-        ConfigError: they do not all fit at once.
     """
     engine.reset_prefix_cache()  # the prompts are the same every time: no hits from earlier ones
     vocabulary = engine.vllm_config.model_config.get_vocab_size()

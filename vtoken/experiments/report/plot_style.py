@@ -34,11 +34,7 @@ def has_matplotlib() -> bool:
 
 
 def new_figure(title: str, rows: Sequence[Row], width: float = 6.6):
-    """A figure of `width` inches and its axes; the title says whether the rows are modelled.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """A figure of `width` inches and its axes; the title says whether the rows are modelled."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -67,11 +63,7 @@ def save(
     legend_place: str = "best",
     legend_below: bool = False,
 ) -> Path:
-    """Finish a figure and write it as PNG, atomically.
-
-    Raises:
-        ConfigError: the place cannot be written to.
-    """
+    """Finish a figure and write it as PNG, atomically."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid_axis, color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)

@@ -74,9 +74,6 @@ def save_result(
 
     Returns:
         The paths written.
-
-    Raises:
-        ConfigError: the folder cannot be written to.
     """
     paths = [write_json(Path(folder) / "result.json", result)]
     for name, rows in (tables or {}).items():
@@ -85,11 +82,7 @@ def save_result(
 
 
 def write_json(path: str | Path, value: object) -> Path:
-    """Write JSON so that a reader sees the old file or the new one, never half of one.
-
-    Raises:
-        ConfigError: the place cannot be written to.
-    """
+    """Write JSON so that a reader sees the old file or the new one, never half of one."""
     text = json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False)
     return write_bytes(path, (text + "\n").encode())
 
@@ -98,9 +91,6 @@ def write_csv(path: str | Path, rows: Iterable[Mapping[str, object]]) -> Path:
     """Write flat rows; columns are all keys in order of first appearance, None is empty.
 
     A nested value is written as JSON. Atomic like `write_json`.
-
-    Raises:
-        ConfigError: the place cannot be written to.
     """
     flat = [plain(row) for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))
@@ -168,11 +158,7 @@ def plain(value: object) -> object:
 
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
-    """Write a file so that a reader sees the old one or the new one, never half of one.
-
-    Raises:
-        ConfigError: the place cannot be written to.
-    """
+    """Write a file so that a reader sees the old one or the new one, never half of one."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -38,12 +38,7 @@ def largest_run(settings: BenchSettings) -> int:
 
 
 def run_memory(context: Context, result: SuiteResult) -> None:
-    """Run the suite, into the result.
-
-    Raises:
-        ConfigError: a setting is wrong.
-        EngineError: an engine failed.
-    """
+    """Run the suite, into the result."""
     num = largest_run(context.settings)
     workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)
     points = context.settings.points

@@ -20,11 +20,7 @@ SCRIPT = Path(peer_runner.__file__).resolve().with_name("__main__.py")
 
 
 def engine_of(name: str, option: str = "--peers") -> str:
-    """The engine of a peer: `NAME`, or `NAME:LABEL` for a second line of the same engine.
-
-    Raises:
-        ConfigError: no such engine.
-    """
+    """The engine of a peer: `NAME`, or `NAME:LABEL` for a second line of the same engine."""
     engine = name.partition(":")[0]
     if engine not in ENGINES:
         raise ConfigError(
@@ -34,11 +30,7 @@ def engine_of(name: str, option: str = "--peers") -> str:
 
 
 def check_peer_args(peers: Iterable[str], peer_args: Mapping[str, object]) -> None:
-    """Refuse settings of a peer that is not there, or that it does not have.
-
-    Raises:
-        ConfigError: says which.
-    """
+    """Refuse settings of a peer that is not there, or that it does not have."""
     for name, given in peer_args.items():
         if name not in peers:
             raise ConfigError("--peer-args", name, nearest(name, peers))
@@ -51,11 +43,7 @@ def check_peer_args(peers: Iterable[str], peer_args: Mapping[str, object]) -> No
 
 
 def check_interpreter(name: str, python: str) -> None:
-    """Refuse a peer that cannot run, before anything is measured.
-
-    Raises:
-        ConfigError: unknown peer, no such interpreter, or the library is not there.
-    """
+    """Refuse a peer that cannot run, before anything is measured."""
     module = ENGINES[engine_of(name)].module
     try:
         done = subprocess.run(
@@ -77,10 +65,6 @@ class Peer:
 
     Attributes:
         about: what it said of itself: version, pool_tokens, budget_tokens, eviction.
-
-    Raises:
-        ConfigError: a setting is wrong.
-        EngineError: it did not start.
     """
 
     def __init__(self, name: str, python: str, settings: Mapping[str, object]) -> None:
@@ -121,11 +105,7 @@ class Peer:
         raise EngineError(f"the peer {self.name} ended {how}: {last}")
 
     def run(self, requests, concurrency: int) -> dict:
-        """Run requests; {"times", "wall_s", "values"} as in peer_runner.
-
-        Raises:
-            EngineError: it failed.
-        """
+        """Run requests; {"times", "wall_s", "values"} as in peer_runner."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "result.json"
             job = {

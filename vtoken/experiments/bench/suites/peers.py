@@ -51,12 +51,7 @@ def largest_run(settings: BenchSettings) -> int:
 
 
 def run_peers(context: Context, result: SuiteResult) -> None:
-    """Run the suite, into the result.
-
-    Raises:
-        ConfigError: an interpreter cannot be run, or lacks what it is named for.
-        EngineError: a peer failed.
-    """
+    """Run the suite, into the result."""
     settings = context.settings
     interpreters = {STOCK: sys.executable, **settings.peers}
     check_peer_args(interpreters, settings.peer_args)

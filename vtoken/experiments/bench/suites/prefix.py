@@ -26,12 +26,7 @@ PREFIX_TOKENS, SUFFIX_TOKENS, OUTPUT_TOKENS = 96, 96, 48
 
 
 def run_prefix(context: Context, result: SuiteResult) -> None:
-    """Run the suite, into the result.
-
-    Raises:
-        ConfigError: a setting is wrong.
-        EngineError: an engine failed.
-    """
+    """Run the suite, into the result."""
     settings = context.settings
     num = settings.num_requests or NUM_REQUESTS
     workloads = [(degree, _workload(context, degree)) for degree in settings.degrees]

@@ -33,12 +33,7 @@ WITHIN_POINTS = 2.0
 
 
 def run_quality(context: Context, result: SuiteResult) -> None:
-    """Run the suite, into the result.
-
-    Raises:
-        ConfigError: a setting is wrong, or rouge-score is not installed.
-        EngineError: an engine failed.
-    """
+    """Run the suite, into the result."""
     _scorer()  # refused before anything is measured
     settings = context.settings
     num = settings.num_requests or NUM_QUESTIONS
@@ -72,11 +67,7 @@ def run_quality(context: Context, result: SuiteResult) -> None:
 
 
 def _check_names(tasks: Sequence[Task]) -> None:
-    """Refuse two tasks of one name: the journal would give one the answers of the other.
-
-    Raises:
-        ConfigError: says which.
-    """
+    """Refuse two tasks of one name: the journal would give one the answers of the other."""
     names = [task.name for task in tasks]
     for name in names:
         if names.count(name) > 1:

@@ -35,12 +35,7 @@ def largest_run(settings: BenchSettings) -> int:
 
 
 def run_sensitivity(context: Context, result: SuiteResult) -> None:
-    """Run the suite, into the result.
-
-    Raises:
-        ConfigError: a setting is wrong.
-        EngineError: an engine failed.
-    """
+    """Run the suite, into the result."""
     settings = context.settings
     num = largest_run(settings)
     workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)

@@ -41,12 +41,7 @@ def largest_run(settings: BenchSettings) -> int:
 
 
 def run_sla(context: Context, result: SuiteResult) -> None:
-    """Run the suite, into the result.
-
-    Raises:
-        ConfigError: a setting is wrong.
-        EngineError: an engine failed.
-    """
+    """Run the suite, into the result."""
     settings = context.settings
     if settings.request_rate is not None:
         raise ConfigError(
@@ -94,11 +89,7 @@ def _demand(context: Context, runner: PairRunner, workload: Workload, policy: st
 
 
 def _check_pool(context: Context, demand: int, frac: float, workload: Workload, policy: str):
-    """Refuse a pool that cannot hold one request in every mode.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Refuse a pool that cannot hold one request in every mode."""
     needed = -(-workload.max_tokens // context.block_size)
     if int(frac * demand) < needed:
         raise ConfigError(
