@@ -126,7 +126,8 @@ def _step_cost(given: dict[str, Any], memory):
 
 def _finish(run: Run, settings, given, memory, sections, **delivered) -> None:
     """Deliver the result; `sections` that are rows are tables, too, unless others are given."""
-    from vtoken.experiments.report.results import collect_environment, make_result, utc_now
+    from vtoken.experiments.report.environment import collect_environment
+    from vtoken.experiments.report.results import make_result, utc_now
 
     pool = {}
     if memory is not None:

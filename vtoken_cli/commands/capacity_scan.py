@@ -73,7 +73,8 @@ def make_settings(run: Run) -> ScanSettings:
 
 def make_report(result: ScanResult) -> dict[str, Any]:
     """The result file's content."""
-    from vtoken.experiments.report.results import collect_environment, make_result
+    from vtoken.experiments.report.environment import collect_environment
+    from vtoken.experiments.report.results import make_result
 
     pool = result.main.pool
     return make_result(

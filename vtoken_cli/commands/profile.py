@@ -91,7 +91,8 @@ def _running(text: str) -> int:
 
 def make_report(result: ProfileResult) -> dict[str, Any]:
     """The result file's content."""
-    from vtoken.experiments.report.results import collect_environment, make_result
+    from vtoken.experiments.report.environment import collect_environment
+    from vtoken.experiments.report.results import make_result
 
     settings = result.settings
     return make_result(

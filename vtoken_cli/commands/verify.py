@@ -41,7 +41,8 @@ def verify(run: Run) -> None:
     Without options: invariants and masked-reference equality over all policies, layouts, two block
     sizes, prefix caching on and off, and both schedulers. Exit code 1: something is violated.
     """
-    from vtoken.experiments.report.results import collect_environment, utc_now
+    from vtoken.experiments.report.environment import collect_environment
+    from vtoken.experiments.report.results import utc_now
     from vtoken.models import resolve_model
     from vtoken.verify.suites import Report
 

@@ -175,11 +175,3 @@ class BenchSettings:
     def points(self) -> tuple[int, ...] | None:
         """The concurrencies that were asked for; None: not given, or auto."""
         return None if self.concurrency is None else parse_concurrency(self.concurrency)
-
-    def row(self) -> dict[str, object]:
-        """The complete configuration, as a result file has it."""
-        values = dict(vars(self))
-        engine = vars(values.pop("engine"))
-        values["engine"] = {k: dict(v) if k == "vllm_args" else v for k, v in engine.items()}
-        values["vtoken"] = values.pop("config").model_dump(exclude={"mode", "policy"})
-        return values

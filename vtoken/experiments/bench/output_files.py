@@ -10,8 +10,9 @@ from pathlib import Path
 from vtoken.experiments.bench import suite_plots
 from vtoken.experiments.bench.run import BenchResult, suite_module
 from vtoken.experiments.bench.show import ending_lines, filled_columns
+from vtoken.experiments.report.environment import collect_environment
 from vtoken.experiments.report.plot_style import has_matplotlib
-from vtoken.experiments.report.results import collect_environment, make_result, write_bytes
+from vtoken.experiments.report.results import make_result, settings_row, write_bytes
 from vtoken.experiments.report.tables import cell
 
 Row = Mapping[str, object]
@@ -30,7 +31,7 @@ def make_bench_result(result: BenchResult) -> dict[str, object]:
     engine = result.settings.engine
     return make_result(
         "bench",
-        result.settings.row(),
+        settings_row(result.settings),
         environment=collect_environment(
             block_size=engine.block_size, usable_kv_blocks=engine.num_kv_blocks,
             kernels=_kernels(result),

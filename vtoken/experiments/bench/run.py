@@ -15,7 +15,7 @@ from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.journal import Journal
 from vtoken.experiments.bench.suites import NEEDS_TIMES, SUITES
 from vtoken.experiments.report.listener import Listener
-from vtoken.experiments.report.results import utc_now
+from vtoken.experiments.report.results import settings_row, utc_now
 
 
 @dataclass
@@ -67,7 +67,7 @@ def run_bench(
                 counted = ", ".join(s for s in SUITES if s not in NEEDS_TIMES)
                 raise ConfigError("--dry-run", suite, f"one of {counted}: the others need a model")
             suites = tuple(s for s in suites if s != suite)
-    journal = Journal(settings.row(), folder, resume)
+    journal = Journal(settings_row(settings), folder, resume)
     result.num_resumed = journal.num_resumed
     with (
         listener.progress(None, "bench") as bar,

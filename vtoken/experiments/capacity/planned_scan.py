@@ -11,29 +11,27 @@ vLLM's scheduler and block pool are real; the pool's size comes from a memory mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from vtoken.errors import ConfigError
 from vtoken.experiments.capacity.engines import DryEngines
 from vtoken.experiments.capacity.point import PointRun
 from vtoken.experiments.capacity.pools import Host, Pool
-from vtoken.experiments.capacity.recorded_scores import is_scored
+from vtoken.experiments.capacity.recorded_scores import is_scored, score_free_policies
 from vtoken.experiments.capacity.scan import CapacityScan
 from vtoken.experiments.capacity.scan_options import ScanSettings
 from vtoken.experiments.capacity.scan_result import ScanHalf
 from vtoken.experiments.planning.devices import (
     MemoryPlan,
     get_device,
-    get_model_shape,
     need_memory,
     plan_memory,
 )
+from vtoken.experiments.planning.model_shapes import get_model_shape
 from vtoken.experiments.planning.modelled_clock import ModelledClock, StepCost
 from vtoken.experiments.planning.series import Series
 from vtoken.units import cdiv
-from vtoken.vllm_plugin.sizing import peak_tokens
 
-SCORE_FREE = ("streaming-llm", "sliding-window", "random")
 BATCHED_TOKENS = 8192  # vLLM's default on large devices, and the overhead rule's
 
 
@@ -45,7 +43,7 @@ def check_score_free(settings: ScanSettings) -> None:
         if line.policy and is_scored(line.policy):
             raise ConfigError(
                 "--policy", line.policy,
-                f"one of {', '.join(SCORE_FREE)} in a dry run: there is no attention whose scores "
+                f"one of {', '.join(score_free_policies())} in a dry run: there is no attention whose scores "
                 "it could use, and no --replay-scores file was given",
             )  # fmt: skip
 
@@ -132,15 +130,6 @@ class PlannedScan(CapacityScan):
         return run
 
 
-def scan_plan(
-    plan: MemoryPlan, settings: ScanSettings, cost: StepCost | None = None, **options
-) -> CapacityScan:
-    """Run a planned scan; returns it with its `result`."""
-    scan = PlannedScan(settings, plan, cost, **options)
-    scan.run()
-    return scan
-
-
 # ---- the inverse question ----------------------------------------------------------------------
 
 
@@ -151,7 +140,6 @@ class Need:
     Attributes:
         blocks_per_request: at its peak.
         num_blocks: for all of them at their peaks at once.
-        verified: a dry run in exactly that pool was feasible; None where it was not tried.
         gpu_mem_util: share of the device that leaves them; above 1 it does not fit.
     """
 
@@ -164,10 +152,9 @@ class Need:
     kv_gib: float
     gpu_mem_util: float
     fits: bool
-    verified: bool | None = None
 
     def row(self) -> dict[str, object]:
-        return {k: getattr(self, k) for k in self.__dataclass_fields__} | {"modelled": True}
+        return asdict(self) | {"modelled": True}
 
 
 def needs_for(
@@ -190,7 +177,7 @@ def needs_for(
         )  # fmt: skip
     needs = []
     for line in settings.series:
-        blocks = peak_blocks(settings, line, context_tokens, plan.block_size)
+        blocks = settings.blocks_per_request(line, context_tokens, plan.block_size)
         total = num_requests * blocks
         memory = need_memory(
             plan.device, plan.model, total, block_size=plan.block_size,
@@ -204,25 +191,6 @@ def needs_for(
             )
         )  # fmt: skip
     return needs
-
-
-def peak_blocks(settings: ScanSettings, line: Series, num_tokens: int, block_size: int) -> int:
-    """Blocks one request holds at its peak, a prompt's chunk between two evictions included."""
-    config = line.config(settings.config)
-    budget = config.make_budget(block_size) if line.mode == "vtoken" else None
-    return cdiv(peak_tokens(budget, num_tokens, block_size), block_size)
-
-
-def verify_needs(settings: ScanSettings, plan: MemoryPlan, needs: Sequence[Need]) -> list[Need]:
-    """Run each need in exactly its pool: N requests of the settings' prompt and output lengths."""
-    checked = []
-    for need in needs:
-        pool = replace(plan, num_usable_blocks=need.num_blocks, gpu_mem_util=None)
-        lines = {"modes": (need.mode,), "policies": (need.policy,) if need.policy else ("random",)}
-        one = replace(settings, concurrency=str(need.num_requests), **lines)
-        scan = scan_plan(pool, one)
-        checked.append(replace(need, verified=scan.result.is_feasible))
-    return checked
 
 
 def need_sentence(needs: Sequence[Need], plan: MemoryPlan) -> str:

@@ -17,6 +17,7 @@ from vtoken.config import VTokenConfig
 from vtoken.core.budget import Budget
 from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
+from vtoken.policies.registry import policy_class, policy_names
 from vtoken.vllm_plugin.decisions import prompt_hash
 from vtoken.vllm_plugin.score_files import ScoreTrace
 
@@ -102,6 +103,9 @@ class _Source:
 
 def is_scored(policy: str) -> bool:
     """Whether a policy reads scores."""
-    from vtoken.policies.registry import policy_class
-
     return policy_class(policy).score_kind != ScoreKind.NONE
+
+
+def score_free_policies() -> list[str]:
+    """Registered policies that read no scores."""
+    return [policy for policy in policy_names() if not is_scored(policy)]

@@ -9,6 +9,7 @@ from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError, nearest
 from vtoken.experiments.planning.search import AUTO, parse_concurrency
 from vtoken.experiments.planning.series import Series
+from vtoken.experiments.report.results import settings_row
 from vtoken.modes import EVICTING_MODES, MODES
 from vtoken.policies.base import ScoreKind
 from vtoken.policies.registry import policy_class
@@ -134,18 +135,4 @@ class ScanSettings:
 
     def row(self) -> dict[str, object]:
         """The complete configuration, as a result file has it."""
-        return {
-            "model": self.engine.model,
-            "modes": self.modes,
-            "policies": self.policies,
-            "concurrency": self.concurrency,
-            "prompt_len": self.prompt_len,
-            "output_len": self.output_len,
-            "dataset_path": self.dataset_path,
-            "repeats": self.repeats,
-            "time_limit_s": self.time_limit_s,
-            "dry_run": self.dry_run,
-            "replay_scores": self.replay_scores,
-            "engine": {k: dict(v) if k == "vllm_args" else v for k, v in vars(self.engine).items()},
-            "vtoken": self.config.model_dump(exclude={"mode", "policy"}),
-        }
+        return {"model": self.engine.model, **settings_row(self)}

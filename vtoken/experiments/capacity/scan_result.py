@@ -48,13 +48,6 @@ class ScanHalf:
             row["next_infeasible"] = min(above, default=None)
         return rows
 
-    def frontier_of(self, mode: str, policy: str | None = None) -> dict[str, object] | None:
-        """The frontier row of a mode, the first one where it has several policies."""
-        for row in self.frontier:
-            if row["mode"] == mode and policy in (None, row["policy"]):
-                return row
-        return None
-
     def sections(self) -> dict[str, object]:
         return {
             "pool": self.pool.row(),

@@ -38,10 +38,6 @@ class Calibration:
     throughput_error_frac: float = 0.0
     e2el_error_frac: float = 0.0
 
-    @property
-    def worst_error_frac(self) -> float:
-        return max(abs(self.throughput_error_frac), abs(self.e2el_error_frac))
-
     def row(self) -> dict[str, object]:
         return {f"calibration_{k}": getattr(self, k) for k in self.__dataclass_fields__}
 

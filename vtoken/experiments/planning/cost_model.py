@@ -158,31 +158,6 @@ def decode_work(
     )
 
 
-def prefill_work(
-    num_computed_tokens: np.ndarray | float,
-    chunk_tokens: np.ndarray | float,
-    num_seqs: np.ndarray | float = 0.0,
-) -> StepWork:
-    """Work of a prefill chunk behind `num_computed_tokens` of the same request.
-
-    Args:
-        num_seqs: 1 where the chunk ends its prompt (a token is sampled), else 0.
-    """
-    before, chunk = np.asarray(num_computed_tokens), np.asarray(chunk_tokens)
-    return StepWork(
-        num_seqs=num_seqs,
-        num_new_tokens=chunk,
-        kv_read_tokens=before + chunk,
-        attn_pairs=chunk * before + chunk * (chunk + 1) / 2,
-    )
-
-
-def add_work(*parts: StepWork) -> StepWork:
-    """Work of steps that do several things at once, as chunked prefill beside decodes."""
-    names = [f.name for f in fields(StepWork)]
-    return StepWork(**{name: sum(np.asarray(getattr(p, name)) for p in parts) for name in names})
-
-
 def step_bytes(
     model: ModelShape,
     work: StepWork,
@@ -231,34 +206,6 @@ def step_time_s(
     )
     overhead_s = profile.step_overhead_s + profile.request_overhead_s * np.asarray(work.num_seqs)
     return np.maximum(memory_s, compute_s) + _all_reduce_s(profile, model, work, ranks) + overhead_s
-
-
-def decode_step_s(
-    profile: CostProfile,
-    model: ModelShape,
-    num_seqs: np.ndarray | float,
-    kv_tokens: np.ndarray | float,
-    **options,
-) -> np.ndarray:
-    """float64[S], modelled seconds of decode steps; see `decode_work` and `step_time_s`."""
-    return step_time_s(profile, model, decode_work(num_seqs, kv_tokens), **options)
-
-
-def prefill_time_s(
-    profile: CostProfile, model: ModelShape, prompt_len: int, *, chunk_tokens: int = 8192, **options
-) -> float:
-    """Modelled seconds to prefill one prompt alone, chunk by chunk.
-
-    Raises:
-        ConfigError: a length or chunk below 1, or as in `step_time_s`.
-    """
-    if prompt_len < 1 or chunk_tokens < 1:
-        option = "--prompt-len" if prompt_len < 1 else "--max-num-batched-tokens"
-        raise ConfigError(option, min(prompt_len, chunk_tokens), "at least 1 token")
-    starts = np.arange(0, prompt_len, chunk_tokens, dtype=np.float64)
-    chunks = np.minimum(chunk_tokens, prompt_len - starts)
-    last = (starts + chunks == prompt_len).astype(np.float64)
-    return float(step_time_s(profile, model, prefill_work(starts, chunks, last), **options).sum())
 
 
 def _all_reduce_s(

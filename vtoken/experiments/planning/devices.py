@@ -17,7 +17,6 @@ vLLM's default batch is smaller than ours, so that we are on the safe side by ab
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
@@ -25,14 +24,8 @@ from importlib import resources
 import yaml
 
 from vtoken.errors import ConfigError, nearest
-from vtoken.experiments.planning.model_shapes import ModelShape, get_model_shape, known_models
+from vtoken.experiments.planning.model_shapes import ModelShape
 from vtoken.experiments.report.environment import host_memory_bytes
-
-__all__ = [
-    "DEFAULT_OVERHEAD", "GIB", "Device", "MemoryNeed", "MemoryPlan", "ModelShape", "OverheadRule",
-    "get_device", "get_model_shape", "known_devices", "known_models", "need_memory",
-    "plan_memory",
-]  # fmt: skip
 
 GIB = 2**30
 
@@ -156,7 +149,8 @@ class MemoryNeed:
 
 
 @cache
-def _load_devices() -> tuple[dict[str, Device], dict[str, str]]:
+def load_devices() -> tuple[dict[str, Device], dict[str, str]]:
+    """(devices by name, aliases) of `data/devices.yaml`."""
     text = (resources.files("vtoken.experiments.planning") / "data" / "devices.yaml").read_text(
         "utf-8"
     )
@@ -170,14 +164,9 @@ def _load_devices() -> tuple[dict[str, Device], dict[str, str]]:
     return devices, data["aliases"]
 
 
-def known_devices() -> Mapping[str, Device]:
-    """All devices of `data/devices.yaml`, by name."""
-    return _load_devices()[0]
-
-
 def get_device(name: str) -> Device:
     """Find a device by name, without regard to case."""
-    devices, aliases = _load_devices()
+    devices, aliases = load_devices()
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     key = key.removesuffix("b") if key.endswith("gb") else key
     key = aliases.get(key, key)

@@ -133,13 +133,8 @@ def derived_num_params(fields: Mapping[str, object], *, attention_bias: bool = F
 
 
 @cache
-def known_models() -> dict[str, ModelShape]:
-    """All shapes of `data/models.yaml`, by full name."""
-    return {name: shape for name, (shape, _) in _load_models().items()}
-
-
-@cache
-def _load_models() -> dict[str, tuple[ModelShape, tuple[str, ...]]]:
+def load_models() -> dict[str, tuple[ModelShape, tuple[str, ...]]]:
+    """(shape, aliases) of `data/models.yaml`, by full name."""
     text = (resources.files("vtoken.experiments.planning") / "data" / "models.yaml").read_text(
         "utf-8"
     )
@@ -162,7 +157,7 @@ def get_model_shape(model: str | Path) -> ModelShape:
         return shape_from_config(path / "config.json" if path.is_dir() else path)
     wanted = _short(str(model))
     names: dict[str, ModelShape] = {}
-    for name, (shape, aliases) in _load_models().items():
+    for name, (shape, aliases) in load_models().items():
         names |= {_short(alias): shape for alias in (name, *aliases)}
     if wanted in names:
         return names[wanted]
@@ -171,7 +166,7 @@ def get_model_shape(model: str | Path) -> ModelShape:
         found = names[hint.split("'")[1]].name
         hint = f"did you mean {found!r}?"
     else:
-        hint = "one of " + ", ".join(_load_models())
+        hint = "one of " + ", ".join(load_models())
     raise ConfigError("--model", str(model), f"{hint} (or a folder with a config.json)")
 
 

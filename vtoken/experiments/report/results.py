@@ -23,12 +23,6 @@ from pathlib import Path
 import numpy as np
 
 from vtoken.errors import ConfigError
-from vtoken.experiments.report.environment import collect_environment
-
-__all__ = [
-    "SCHEMA_VERSION", "collect_environment", "make_result",
-    "plain", "read_result", "save_result", "utc_now", "write_bytes", "write_csv", "write_json",
-]  # fmt: skip
 
 SCHEMA_VERSION = 1
 
@@ -63,6 +57,14 @@ def make_result(
     }
     assert not set(head) & set(sections), set(head) & set(sections)
     return plain(head | sections)
+
+
+def settings_row(settings: object) -> dict[str, object]:
+    """The complete configuration of an experiment; modes and policies stand beside vToken's."""
+    values = dict(vars(settings))
+    engine, config = vars(values.pop("engine")), values.pop("config")
+    values["engine"] = {k: dict(v) if k == "vllm_args" else v for k, v in engine.items()}
+    return values | {"vtoken": config.model_dump(exclude={"mode", "policy"})}
 
 
 def save_result(
@@ -102,24 +104,6 @@ def write_csv(path: str | Path, rows: Iterable[Mapping[str, object]]) -> Path:
             {k: json.dumps(v) if isinstance(v, (dict, list)) else v for k, v in row.items()}
         )
     return write_bytes(path, out.getvalue().encode())
-
-
-def read_result(path: str | Path) -> dict[str, object]:
-    """Read a result file back, to resume or to compare.
-
-    Raises:
-        ConfigError: not a result file, or one of another schema version.
-    """
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError("--resume", str(path), f"a readable result.json ({error})") from error
-    version = result.get("schema_version") if isinstance(result, dict) else None
-    if version != SCHEMA_VERSION:
-        raise ConfigError(
-            "--resume", str(path), f"a result with schema_version {SCHEMA_VERSION}, not {version!r}"
-        )
-    return result
 
 
 def plain(value: object) -> object:
