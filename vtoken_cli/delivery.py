@@ -22,7 +22,7 @@ def deliver(
     write: Callable[[Path], object] | None = None,
     shown: Iterable[object] = (),
     lines: Iterable[str] = (),
-    files: str = "result.json, tables and plots",
+    files: str | None = "result.json, tables and plots",
 ) -> None:
     """Write, show and hand over a result.
 
@@ -31,7 +31,7 @@ def deliver(
         write: writes what else there is, plots above all; says whether it did.
         shown: Rich renderables.
         lines: plain sentences below them.
-        files: what the folder holds, in words.
+        files: what the folder holds, in words; None says nothing.
     """
     from rich.markup import escape
 
@@ -42,9 +42,10 @@ def deliver(
         save_result(report, run.output_dir, tables)
         if write is not None and not write(run.output_dir):
             run.out.warn(NO_PLOTS)
-        run.out.note(f"{files} are in {run.output_dir}")
-    for table in shown:
-        run.out.print(table)
+        if files is not None:
+            run.out.note(f"{files} are in {run.output_dir}")
+    if shown := list(shown):
+        run.out.print(*shown)
     for line in lines:
         run.out.print(escape(line))
     run.out.result(report)

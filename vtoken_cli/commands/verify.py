@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtoken_cli.command import command
+from vtoken_cli.delivery import deliver
 from vtoken_cli.given import Run
 from vtoken_cli.options import ENGINE, VTOKEN, Opt
 from vtoken_cli.parsers import choice, count
@@ -143,7 +144,7 @@ def _coverage(run: Run, report: Report, base: dict, user: dict, model_path: str,
 
 def _finish(run, report, config, environment, started_at, seconds) -> None:
     """Show, write, and end with the right exit code."""
-    from vtoken.experiments.report.results import make_result, plain, save_result
+    from vtoken.experiments.report.results import make_result, plain
     from vtoken.verify.report import save_report
     from vtoken.verify.show import show_report
 
@@ -151,11 +152,8 @@ def _finish(run, report, config, environment, started_at, seconds) -> None:
     result = make_result(
         "verify", config, environment=environment, started_at=started_at, **sections
     )
-    run.out.print(*show_report(report, seconds))
-    run.out.result(plain(result))
-    if run.output_dir is not None:
-        tables = {n: sections[n] for n in ("invariants", "coverage", "faults") if n in sections}
-        save_result(result, run.output_dir, tables)
+    tables = {n: sections[n] for n in ("invariants", "coverage", "faults") if n in sections}
+    deliver(run, plain(result), tables=tables, shown=show_report(report, seconds), files=None)
     if report.violation is not None:
         path = save_report(report.violation.report, run.output_dir or Path("."))
         run.out.warn(f"report: {path}; run it again with: vtoken verify --replay {path}")

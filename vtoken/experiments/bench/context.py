@@ -16,7 +16,7 @@ from vtoken.experiments.bench.named_workloads import Workload, make_workload
 from vtoken.experiments.bench.open_engines import Pool, Session
 from vtoken.experiments.bench.pairing import PairRunner
 from vtoken.experiments.planning.dry_engines import open_dry_engine
-from vtoken.experiments.planning.model_shapes import ModelShape, find_shape
+from vtoken.experiments.planning.model_shapes import ModelShape, find_shape, load_tokenizer
 from vtoken.experiments.report.listener import Bar, Listener
 from vtoken.units import cdiv
 
@@ -88,15 +88,7 @@ class Context:
     def tokenizer(self):
         """The model's tokenizer."""
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self.model_path)
-            except (OSError, ValueError) as error:
-                why = str(error).strip().split("\n")[0]
-                raise ConfigError(
-                    "--model", self.settings.engine.model, f"a model with a tokenizer ({why})"
-                ) from None
+            self._tokenizer = load_tokenizer(self.settings.engine.model, self.model_path)
         return self._tokenizer
 
     @property

@@ -60,7 +60,7 @@ class Pair:
 
 def summarize(pairs: Sequence[Pair]) -> dict[str, object]:
     """Numbers over pairs; a difference is vtoken's ROUGE-L F1 less naive's."""
-    scorer = _scorer()
+    scorer = rouge_scorer()
     diffs = []
     for p in pairs:
         naive, ours = (
@@ -78,7 +78,12 @@ def summarize(pairs: Sequence[Pair]) -> dict[str, object]:
     }
 
 
-def _scorer():
+def rouge_scorer():
+    """ROUGE-L.
+
+    Raises:
+        ConfigError: rouge-score is not installed.
+    """
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
@@ -201,7 +206,7 @@ def run_quality(
     Args:
         base: EngineSettings fields. user: VTokenConfig fields that the user gave.
     """
-    _scorer()
+    rouge_scorer()
     found: dict[str, list[Pair]] = {"replayed": [], "free": []}
     differing: list[dict[str, object]] = []
     fields = {

@@ -39,7 +39,8 @@ class BenchResult:
 def suite_module(name: str):
     """The module of a suite; it has `run_NAME`, `sentences` and `PAPER`.
 
-    `largest_run` where `--workload` names requests: how many its largest run takes of them.
+    `DEFAULT_WORKLOADS` where `--workload` names requests. Its largest run takes `NUM_REQUESTS` of
+    them unless the user says otherwise, or `largest_run(settings)` where it has that.
     """
     return import_module(f"vtoken.experiments.bench.suites.{name}")
 
@@ -89,7 +90,12 @@ def run_bench(
 
 def _check_rows(suites: Sequence[str], context: Context) -> None:
     """Refuse datasets that are too short for any of the suites, before the first one runs."""
-    modules = map(suite_module, suites)
-    largest = [m.largest_run(context.settings) for m in modules if hasattr(m, "largest_run")]
+    settings = context.settings
+    largest = 0
+    for module in map(suite_module, suites):
+        if hasattr(module, "largest_run"):
+            largest = max(largest, module.largest_run(settings))
+        elif hasattr(module, "DEFAULT_WORKLOADS"):
+            largest = max(largest, settings.num_requests or module.NUM_REQUESTS)
     if largest:
-        context.workloads((), max(largest), [])
+        context.workloads((), largest, [])

@@ -7,19 +7,16 @@ from pathlib import Path
 
 from vtoken.experiments.bench.context import SuiteResult
 from vtoken.experiments.report import plots
+from vtoken.experiments.report.bar_plots import bars, grouped_bars
 from vtoken.experiments.report.plot_style import (
     COLOURS,
     DASHES,
-    HATCHES,
     POLICY_COLOURS,
     new_figure,
-    policies_of,
     save,
-    series_label,
 )
 
 Row = Mapping[str, object]
-PEER_COLOUR = "#4457a5"
 
 
 def draw_memory(suite: SuiteResult, folder: Path) -> list[Path]:
@@ -35,7 +32,7 @@ def draw_memory(suite: SuiteResult, folder: Path) -> list[Path]:
     paths = [plots.utilisation_bars(rows, folder / "memory_utilisation.png")]
     retained = "vtoken_retained_blocks_per_request"
     paths.append(
-        bars_by_mode(
+        grouped_bars(
             rows,
             folder / "memory_retained_blocks.png",
             key=retained,
@@ -54,26 +51,6 @@ def draw_memory(suite: SuiteResult, folder: Path) -> list[Path]:
     if shares:
         paths.append(_shares(shares, folder / "memory_dead_blocks.png"))
     return paths
-
-
-def bars_by_mode(rows: Sequence[Row], path: Path, *, key: str, ylabel: str, title: str) -> Path:
-    """Bars of a field: a group per policy and workload, a bar per mode."""
-    rows = [row for row in rows if row.get(key) is not None]
-    groups = list(dict.fromkeys((row["policy"], row["workload"]) for row in rows))
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    figure, axes = new_figure(title, rows, width=max(5.0, 1.8 + 0.75 * len(groups) * len(modes)))
-    width = 0.8 / max(1, len(modes))
-    for number, mode in enumerate(modes):
-        at, heights = [], []
-        for x, group in enumerate(groups):
-            for row in rows:
-                if (row["policy"], row["workload"]) == group and row["mode"] == mode:
-                    at.append(x + (number - (len(modes) - 1) / 2) * width)
-                    heights.append(row[key])
-        axes.bar(at, heights, 0.92 * width, color=COLOURS[mode], label=mode)
-    axes.set_xticks(range(len(groups)), ["\n".join(filter(None, group)) for group in groups])
-    axes.set_ylabel(ylabel)
-    return save(figure, axes, path, legend=bool(rows), grid_axis="y", legend_below=True)
 
 
 def _histogram(rows: Sequence[Row], ratio: object, path: Path) -> Path:
@@ -218,44 +195,13 @@ def draw_prefix(suite: SuiteResult, folder: Path) -> list[Path]:
 
 def draw_peers(suite: SuiteResult, folder: Path) -> list[Path]:
     """Throughput of the peers and of our modes, a plot per workload."""
-    paths = []
-    for number, workload in enumerate(dict.fromkeys(row["workload"] for row in suite.rows)):
-        rows = [row for row in suite.rows if row["workload"] == workload]
-        path = folder / f"peers_throughput_{number}.png"
-        paths.append(throughput_bars(rows, path, title=f"Throughput: {workload}"))
-    return paths
-
-
-def throughput_bars(rows: Sequence[Row], path: Path, *, title: str) -> Path:
-    """Bars of `output_throughput` (tokens/s), a bar per row; lines from the least to the most."""
     key = "output_throughput"
-    rows = [row for row in rows if row.get(key) is not None]
-    policies = policies_of([row for row in rows if row["policy"]])
-    figure, axes = new_figure(title, rows, width=max(5.0, 1.6 + 1.15 * len(rows)))
-    spread_label, tops = "least and most of the repeats", [1.0]
-    for x, row in enumerate(rows):
-        height = row[key]
-        low, high = row.get(f"{key}_min", height), row.get(f"{key}_max", height)
-        number = policies.index(row["policy"]) if row["policy"] else 0
-        axes.bar(
-            x, height, 0.62, color=COLOURS.get(row["mode"], PEER_COLOUR),
-            hatch=HATCHES[number % len(HATCHES)], edgecolor="white", linewidth=0.8,
-        )  # fmt: skip
-        if low < high:
-            axes.errorbar(
-                x, height, [[height - low], [high - height]], color="black", linewidth=1.2,
-                capsize=4, label=spread_label,
-            )  # fmt: skip
-            spread_label = None  # said once
-        axes.annotate(
-            f"{height:,.1f}", (x, high), xytext=(0, 3), textcoords="offset points", ha="center",
-            fontweight="bold",
-        )  # fmt: skip
-        tops.append(high)
-    labels = [series_label(row, policies) for row in rows]
-    for separator, broken in ((", ", "\n"), (":", "\n"), ("-", "-\n")):
-        labels = [label.replace(separator, broken) for label in labels]
-    axes.set_xticks(range(len(rows)), labels)
-    axes.set_ylabel("output tokens per second")
-    axes.set_ylim(0, 1.18 * max(tops))
-    return save(figure, axes, path, legend=spread_label is None, grid_axis="y", legend_below=True)
+    return [
+        bars(
+            [r for r in suite.rows if r["workload"] == workload and r.get(key) is not None],
+            folder / f"peers_throughput_{number}.png", key=key, title=f"Throughput: {workload}",
+            ylabel="output tokens per second", form=",.1f",
+            breaks=((", ", "\n"), (":", "\n"), ("-", "-\n")),
+        )
+        for number, workload in enumerate(dict.fromkeys(row["workload"] for row in suite.rows))
+    ]  # fmt: skip

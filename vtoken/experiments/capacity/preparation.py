@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from vtoken.engine import open_engine
 from vtoken.engine.cpu import STOCK_BLOCK_TOKENS
@@ -25,7 +26,7 @@ from vtoken.experiments.capacity.scan_options import ScanSettings
 from vtoken.experiments.capacity.scan_result import ScanHalf, ScanResult
 from vtoken.experiments.capacity.time_limit import StepTimes
 from vtoken.experiments.planning.dry_engines import open_dry_engine
-from vtoken.experiments.planning.model_shapes import ModelShape, find_shape
+from vtoken.experiments.planning.model_shapes import ModelShape, find_shape, load_tokenizer
 from vtoken.experiments.planning.search import (
     BisectSearch,
     GridSearch,
@@ -98,18 +99,7 @@ class ScanSetup:
     def _tokenizer_or_none(self) -> Callable[[], object] | None:
         if self.settings.dry_run and self.settings.dataset_path is None:
             return None  # lengths are all that counts
-        model = self._model
-
-        def load():
-            from transformers import AutoTokenizer
-
-            try:
-                return AutoTokenizer.from_pretrained(model)
-            except (OSError, ValueError) as error:
-                why = str(error).strip().split("\n")[0]
-                raise ConfigError("--model", model, f"a model with a tokenizer ({why})") from None
-
-        return load
+        return partial(load_tokenizer, self.settings.engine.model, self._model)
 
     def _check_lengths(self) -> None:
         needed, given = self._prompts.max_tokens, self.settings.engine.max_model_len

@@ -192,6 +192,24 @@ def find_shape(model: str, *, needs_weights: bool) -> tuple[ModelShape, str]:
         return get_model_shape(_downloaded_config(resolved)), resolved
 
 
+def load_tokenizer(model: str, path: str):
+    """A model's tokenizer.
+
+    Args:
+        model: as the user named it; path: as `find_shape` found it.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().split("\n")[0]
+        raise ConfigError("--model", model, f"a model with a tokenizer ({why})") from None
+
+
 def _downloaded_config(model: str) -> str:
     """Path of a Hugging Face model's config.json, fetched if need be."""
     from huggingface_hub import hf_hub_download

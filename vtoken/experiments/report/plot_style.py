@@ -20,6 +20,7 @@ COLOURS = {
     "naive": "#d98324",
     "vtoken": "#0f766e",
 }
+PEER_COLOUR = "#4457a5"  # of engines that have no mode
 POLICY_COLOURS = ("#0f766e", "#d98324", "#4457a5", "#b8336a", "#5b6472", "#8a6d1d", "#6fa8dc")
 # Modes often coincide: the earlier ones are drawn wider, so that they stay visible underneath.
 WIDTHS = {"native": 4.0, "indirection": 3.2, "naive": 2.4, "vtoken": 1.5}
@@ -138,13 +139,12 @@ def pool_line(axes, pool_blocks: int, values: Iterable[object]) -> None:
     highest = max([float(v) for v in values if v is not None and math.isfinite(v)], default=0)
     axes.axhline(pool_blocks, color="black", linewidth=1.4)
     axes.set_ylim(0, 1.15 * max(pool_blocks, highest))
-    line_label(axes, pool_blocks, f"pool: {pool_blocks:,} blocks", "black", side="left")
+    line_label(axes, pool_blocks, f"pool: {pool_blocks:,} blocks", "black")
 
 
-def line_label(axes, y: float, text: str, colour: str, *, side: str) -> None:
-    """Write on a horizontal line's end, inside the axes, just above it."""
-    x, align = (0.01, "left") if side == "left" else (0.99, "right")
+def line_label(axes, y: float, text: str, colour: str) -> None:
+    """Write on a horizontal line's left end, inside the axes, just above it."""
     axes.annotate(
-        text, (x, y), xycoords=axes.get_yaxis_transform(), xytext=(0, 3),
-        textcoords="offset points", ha=align, va="bottom", fontsize=9, color=colour,
+        text, (0.01, y), xycoords=axes.get_yaxis_transform(), xytext=(0, 3),
+        textcoords="offset points", ha="left", va="bottom", fontsize=9, color=colour,
     )  # fmt: skip

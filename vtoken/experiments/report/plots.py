@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from vtoken.experiments.report.bar_plots import bars, grouped_bars
 from vtoken.experiments.report.plot_style import (
     COLOURS,
     DASHES,
-    HATCHES,
     MARKERS,
     POLICY_COLOURS,
     Row,
@@ -26,52 +26,23 @@ from vtoken.experiments.report.plot_style import (
     line_label,
     new_figure,
     policies_of,
-    policy_number,
     pool_line,
     save,
-    series_label,
     series_style,
 )
-from vtoken.modes import MODES
 
 
 def frontier_bars(
     frontier: Iterable[Row],
     path: str | Path,
     *,
-    ideal: int | None = None,
     title: str = "Requests resident at once without a preemption",
 ) -> Path:
-    """Bars of `max_concurrency` per (mode, policy).
-
-    Args:
-        ideal: the concurrency that perfectly packed requests would reach, drawn as a line.
-    """
+    """Bars of `max_concurrency` per (mode, policy)."""
     rows = by_mode(frontier)
-    figure, axes = new_figure(title, rows, width=max(5.0, 1.6 + 1.15 * len(rows)))
-    policies = policies_of(rows)
-    heights = [int(row["max_concurrency"]) for row in rows]
-    for x, (row, height) in enumerate(zip(rows, heights, strict=True)):
-        hatch = HATCHES[policy_number(row, policies) % len(HATCHES)]
-        axes.bar(
-            x, height, 0.62, color=COLOURS.get(row["mode"], "black"), hatch=hatch,
-            edgecolor="white", linewidth=0.8,
-        )  # fmt: skip
-        axes.annotate(
-            f"{height}", (x, height), xytext=(0, 3), textcoords="offset points", ha="center",
-            fontweight="bold",
-        )  # fmt: skip
-    axes.set_xticks(
-        range(len(rows)), [series_label(row, policies).replace(", ", "\n") for row in rows]
+    return bars(
+        rows, path, key="max_concurrency", title=title, ylabel="concurrent requests", form="d"
     )
-    axes.set_ylabel("concurrent requests")
-    top = max([*heights, ideal or 0, 1])
-    axes.set_ylim(0, 1.18 * top)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    if ideal is not None:
-        axes.axhline(ideal, color="#b8336a", linestyle="--", linewidth=1.4)
-        line_label(axes, ideal, f"packed ideal: {ideal}", "#b8336a", side="left")
-    return save(figure, axes, path, grid_axis="y")
 
 
 def throughput_by_concurrency(
@@ -131,7 +102,7 @@ def latency_by_concurrency(
     def extras(axes) -> None:
         if sla_ms is not None:
             axes.axhline(sla_ms, color="#b8336a", linestyle="--", linewidth=1.4)
-            line_label(axes, sla_ms, f"SLA {sla_ms:,.0f} ms", "#b8336a", side="left")
+            line_label(axes, sla_ms, f"SLA {sla_ms:,.0f} ms", "#b8336a")
 
     return _concurrency_lines(
         rows, path, title=title, key=key, ylabel=latency_label(key), extras=extras
@@ -144,7 +115,6 @@ def demand_over_time(
     *,
     pool_blocks: int | None = None,
     time_key: str = "time_s",
-    blocks_key: str = "blocks",
     title: str = "Demand for KV blocks over time",
 ) -> Path:
     """Blocks over time (`time_key` "time_s" or "step"), one line per (mode, policy)."""
@@ -155,7 +125,7 @@ def demand_over_time(
         group.sort(key=lambda row: row[time_key])
         style = series_style(group[0], policies) | {"marker": "", "linewidth": 1.5}
         axes.step(
-            [row[time_key] for row in group], [row[blocks_key] for row in group], where="post",
+            [row[time_key] for row in group], [row["blocks"] for row in group], where="post",
             **style,
         )  # fmt: skip
     axes.set_xlabel("step" if time_key == "step" else "time (s)")
@@ -163,51 +133,26 @@ def demand_over_time(
     axes.margins(x=0.01)
     axes.set_ylim(bottom=0)
     if pool_blocks is not None:
-        pool_line(axes, pool_blocks, [row[blocks_key] for row in rows])
+        pool_line(axes, pool_blocks, [row["blocks"] for row in rows])
     return save(figure, axes, path, legend=bool(rows))
 
 
-def utilisation_bars(
-    rows: Iterable[Row],
-    path: str | Path,
-    *,
-    key: str = "vtoken_memory_utilization",
-    title: str = "Live tokens per slot of allocated blocks",
-) -> Path:
-    """Bars of memory utilisation in percent: a group per policy (and workload), a bar per mode."""
-    rows = [row for row in rows if row.get(key) is not None]
-    groups = list(dict.fromkeys((row["policy"], row.get("workload", "")) for row in rows))
-    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
-    figure, axes = new_figure(title, rows, width=max(5.0, 1.8 + 0.75 * len(groups) * len(modes)))
-    width = 0.8 / max(1, len(modes))
-    for number, mode in enumerate(modes):
-        for x, group in enumerate(groups):
-            found = [r for r in rows if (r["policy"], r.get("workload", "")) == group
-                     and r["mode"] == mode]  # fmt: skip
-            if not found:
-                continue
-            percent = 100 * sum(r[key] for r in found) / len(found)
-            at = x + (number - (len(modes) - 1) / 2) * width
-            axes.bar(at, percent, 0.92 * width, color=COLOURS[mode])
-            axes.annotate(
-                f"{percent:.0f}", (at, percent), xytext=(0, 2), textcoords="offset points",
-                ha="center", fontsize=8,
-            )  # fmt: skip
-        axes.bar(0, 0, color=COLOURS[mode], label=mode)  # the legend's entry, even with gaps
-    axes.set_xticks(range(len(groups)), ["\n".join(filter(None, g)) for g in groups])
-    axes.set_ylabel("memory utilisation (%)")
-    axes.set_ylim(0, 112)
-    return save(figure, axes, path, legend=bool(rows), grid_axis="y", legend_below=True)
+def utilisation_bars(rows: Iterable[Row], path: str | Path) -> Path:
+    """Bars of memory utilisation in percent."""
+    return grouped_bars(
+        rows, path, key="vtoken_memory_utilization", factor=100, top=112,
+        title="Live tokens per slot of allocated blocks", ylabel="memory utilisation (%)",
+    )  # fmt: skip
 
 
 def pareto(
     rows: Iterable[Row],
     path: str | Path,
     *,
-    latency_key: str = "p95_e2el_ms",
     title: str = "Throughput against latency",
 ) -> Path:
-    """`output_throughput` against a latency; each point bears its concurrency."""
+    """`output_throughput` against p95 latency; each point bears its concurrency."""
+    latency_key = "p95_e2el_ms"
     rows = [r for r in rows if r.get(latency_key) is not None and r.get("output_throughput")]
     figure, axes = new_figure(title, rows)
     policies = policies_of(rows)
@@ -242,38 +187,32 @@ def quality_by_budget(
     rows: Iterable[Row],
     path: str | Path,
     *,
-    key: str = "accuracy",
-    budget_key: str = "budget_frac",
-    full_key: str = "full_kv",
-    tolerance: float = 0.02,
     title: str = "Quality by budget",
 ) -> Path:
-    """A quality (fractions) over the kept share of tokens, one line per policy.
+    """`accuracy` over the kept share of tokens, one line per policy.
 
-    Args:
-        full_key: the row's quality with full KV, drawn as a line where all rows agree on it, with
-            a band of `tolerance` below it.
+    `full_kv`, the accuracy with full KV, is a line where all rows agree on it, with a band of 2
+    points below it.
     """
-    rows = [row for row in rows if row.get(key) is not None]
+    rows = [row for row in rows if row.get("accuracy") is not None]
     figure, axes = new_figure(title, rows)
-    full = {row[full_key] for row in rows if row.get(full_key) is not None}
+    full = {row["full_kv"] for row in rows if row.get("full_kv") is not None}
     if len(full) == 1:
-        (level,) = full
-        axes.axhspan(100 * (level - tolerance), 100 * level, color="#5b6472", alpha=0.15, lw=0)
+        level = 100 * full.pop()
+        axes.axhspan(level - 2, level, color="#5b6472", alpha=0.15, lw=0)
         axes.axhline(
-            100 * level, color="#5b6472", linestyle="--", linewidth=1.2,
-            label=f"full KV (band: {100 * tolerance:g} points)",
-        )  # fmt: skip
+            level, color="#5b6472", linestyle="--", linewidth=1.2, label="full KV (band: 2 points)"
+        )
     for number, policy in enumerate(policies_of(rows)):
-        group = sorted((r for r in rows if r["policy"] == policy), key=lambda r: r[budget_key])
+        group = sorted((r for r in rows if r["policy"] == policy), key=lambda r: r["budget_frac"])
         axes.plot(
-            [100 * row[budget_key] for row in group], [100 * row[key] for row in group],
+            [100 * row["budget_frac"] for row in group], [100 * row["accuracy"] for row in group],
             color=POLICY_COLOURS[number % len(POLICY_COLOURS)], label=policy,
             marker=MARKERS[number % len(MARKERS)],
             linestyle=DASHES[number // len(POLICY_COLOURS) % len(DASHES)],
         )  # fmt: skip
     axes.set_xlabel("KV budget (% of tokens kept)")
-    axes.set_ylabel(f"{key.replace('_', ' ')} (%)")
+    axes.set_ylabel("accuracy (%)")
     axes.set_ylim(bottom=0)
     return save(figure, axes, path, legend=bool(rows), legend_below=len(policies_of(rows)) > 4)
 

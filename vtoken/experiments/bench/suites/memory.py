@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from vtoken.experiments.bench.bench_options import (
     DEFAULT_RATIO,
     DEFAULT_RATIOS,
-    BenchSettings,
     Case,
 )
 from vtoken.experiments.bench.context import Context, SuiteResult
@@ -32,14 +31,9 @@ SHADOW_MODE = "vtoken"  # the one that runs on GPUs, too
 RETAINED = "vtoken_retained_blocks_per_request"
 
 
-def largest_run(settings: BenchSettings) -> int:
-    """Requests of the largest run."""
-    return settings.num_requests or NUM_REQUESTS
-
-
 def run_memory(context: Context, result: SuiteResult) -> None:
     """Run the suite, into the result."""
-    num = largest_run(context.settings)
+    num = context.settings.num_requests or NUM_REQUESTS
     workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)
     points = context.settings.points
     longest = max(w.max_tokens for w in workloads)

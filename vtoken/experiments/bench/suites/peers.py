@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from math import lcm
 from statistics import median
 
-from vtoken.experiments.bench.bench_options import BenchSettings, Case
+from vtoken.experiments.bench.bench_options import Case
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.measure import EVICTED_NOTHING, Record
 from vtoken.experiments.bench.named_workloads import WARM_UP_REPEAT
@@ -45,11 +45,6 @@ DEFAULT_PRESS = "SnapKVPress"
 NUM_REQUESTS, CONCURRENCY = 4, 4
 
 
-def largest_run(settings: BenchSettings) -> int:
-    """Requests of the largest run."""
-    return settings.num_requests or NUM_REQUESTS
-
-
 def run_peers(context: Context, result: SuiteResult) -> None:
     """Run the suite, into the result."""
     settings = context.settings
@@ -59,7 +54,7 @@ def run_peers(context: Context, result: SuiteResult) -> None:
     checks = {(engine_of(name), python): name for name, python in settings.peers.items()}
     for (_, python), name in checks.items():
         check_interpreter(name, python)
-    num = largest_run(settings)
+    num = settings.num_requests or NUM_REQUESTS
     workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)
     at_once = max(settings.points or (CONCURRENCY,))
     longest = max(w.max_tokens for w in workloads)

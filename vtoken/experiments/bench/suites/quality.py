@@ -20,7 +20,7 @@ from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.measure import Record, measure
 from vtoken.experiments.bench.named_workloads import Workload
 from vtoken.experiments.bench.open_engines import Pool, Session
-from vtoken.experiments.bench.paired_outputs import _scorer
+from vtoken.experiments.bench.paired_outputs import rouge_scorer
 from vtoken.experiments.bench.pairing import Comparison
 from vtoken.experiments.bench.suites.questions import MADE, Task, make_task
 from vtoken.workloads.retrieval import answered
@@ -34,7 +34,7 @@ WITHIN_POINTS = 2.0
 
 def run_quality(context: Context, result: SuiteResult) -> None:
     """Run the suite, into the result."""
-    _scorer()  # refused before anything is measured
+    rouge_scorer()  # refused before anything is measured
     settings = context.settings
     num = settings.num_requests or NUM_QUESTIONS
     names = [w for w in settings.workloads if w in MADE or "/" in w or "." in w]
@@ -146,7 +146,7 @@ def _kept_frac(runner: QuestionRunner, task: Task) -> float:
 
 def _row(task: Task, case: Case, record: Record, full: Record, budget: float) -> dict:
     texts, full_texts = record.values["texts"], full.values["texts"]
-    scorer = _scorer()
+    scorer = rouge_scorer()
     rouge = [
         scorer.score(reference, text)["rougeL"].fmeasure if reference.strip() else 1.0
         for reference, text in zip(full_texts, texts, strict=True)

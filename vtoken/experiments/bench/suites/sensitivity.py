@@ -14,7 +14,6 @@ from statistics import median
 from vtoken.experiments.bench.bench_options import (
     DEFAULT_RATIO,
     DEFAULT_RATIOS,
-    BenchSettings,
     Case,
 )
 from vtoken.experiments.bench.context import Context, SuiteResult
@@ -29,15 +28,10 @@ NUM_REQUESTS = 4
 FACTORS = ("block_size", "eviction_ratio", "fragmentation_threshold")
 
 
-def largest_run(settings: BenchSettings) -> int:
-    """Requests of the largest run."""
-    return settings.num_requests or NUM_REQUESTS
-
-
 def run_sensitivity(context: Context, result: SuiteResult) -> None:
     """Run the suite, into the result."""
     settings = context.settings
-    num = largest_run(settings)
+    num = settings.num_requests or NUM_REQUESTS
     workloads = context.workloads(DEFAULT_WORKLOADS, num, result.notes)
     at_once = max(settings.points or (num,))
     longest = max(w.max_tokens for w in workloads)
