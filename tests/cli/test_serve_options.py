@@ -74,7 +74,7 @@ def fake_api(monkeypatch):
 
 
 def test_load_on_one_server(capsys, fake_api, monkeypatch):
-    args = ["--clients", "2", "--seconds", "0.1s", "--max-tokens", "5"]
+    args = ["--clients", "2", "--seconds", "1s", "--max-tokens", "5"]
     assert main(["load", "http://127.0.0.1:9/", "--json", *args]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] and found["clients"] == 2 and found["failed"] == []

@@ -16,6 +16,7 @@ from vtoken.experiments.capacity.scan import CapacityScan
 from vtoken.experiments.capacity.scan_options import ScanSettings
 from vtoken.experiments.planning.series import Series
 from vtoken.experiments.report.listener import Bar, Listener
+from vtoken.modes import MODES
 
 
 @pytest.fixture
@@ -173,7 +174,7 @@ def test_blocks_left_over_are_not_passed_over(world):
 
 
 def test_modes_with_hooks_share_an_engine_and_one_is_open_at_a_time(world):
-    make_scan(world, engine=SMALL, modes=("native", "indirection", "naive", "vtoken")).run()
+    make_scan(world, engine=SMALL, modes=MODES).run()
     assert [x for x in world.log if x.startswith("open")] == ["open native", "open indirection"]
     modes = [x.split()[1] for x in world.log if x.startswith("reconfigure")]
     # New hooks for every point; the warm-up after the start has those it was opened with.

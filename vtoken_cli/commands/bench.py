@@ -12,23 +12,10 @@ from vtoken_cli.command import command
 from vtoken_cli.delivery import deliver, end
 from vtoken_cli.given import Run
 from vtoken_cli.options import Opt, shared_rows
-from vtoken_cli.parsers import choice, comma_list, count, json_object, number, text
+from vtoken_cli.parsers import choice, comma_list, count, each, json_object, number, text
 
 if TYPE_CHECKING:
     from vtoken.experiments.bench.bench_options import BenchSettings
-
-
-def numbers(value: Any, option: str) -> tuple[float, ...]:
-    """Read numbers separated by commas, or a YAML list of them."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = [value]
-    return tuple(number(word, option) for word in comma_list(value, option))
-
-
-def counts(value: Any, option: str) -> tuple[int, ...]:
-    """Read whole numbers separated by commas, or a YAML list of them."""
-    value = [value] if isinstance(value, int) and not isinstance(value, bool) else value
-    return tuple(count(word, option) for word in comma_list(value, option))
 
 
 def concurrency(value: Any, option: str) -> str:
@@ -65,7 +52,7 @@ OWN = (
         help="Pairs of every comparison, each with prompts of its own."),
     Opt("clock", parse=choice("wall", "cpu"), metavar="wall|cpu", default="wall",
         help="cpu: times are this process's CPU time, on a machine that others use as well."),
-    Opt("ratios", parse=numbers, metavar="F,...", default="0.3,0.5,0.7",
+    Opt("ratios", parse=each(number), metavar="F,...", default="0.3,0.5,0.7",
         help="Eviction ratios of memory, sensitivity and quality."),
     Opt("ref_concurrency", parse=count, metavar="N", default="8",
         help="sla: concurrency at which naive sets the limit and the pool."),
@@ -73,13 +60,13 @@ OWN = (
         help="sla: the limit as a multiple of naive's p95 there."),
     Opt("slo_p95_e2el_ms", "--slo-p95", parse=number, metavar="MS",
         help="sla: an absolute limit on p95 latency instead."),
-    Opt("pool_fracs", parse=numbers, metavar="F,...", default="1,0.75",
+    Opt("pool_fracs", parse=each(number), metavar="F,...", default="1,0.75",
         help="sla: pools as shares of naive's demand there."),
-    Opt("block_sizes", parse=counts, metavar="N,...", default="16,32,48,64",
+    Opt("block_sizes", parse=each(count), metavar="N,...", default="16,32,48,64",
         help="sensitivity: tokens per block."),
-    Opt("thresholds", parse=numbers, metavar="F,...", default="0,0.1,0.3,0.5",
+    Opt("thresholds", parse=each(number), metavar="F,...", default="0,0.1,0.3,0.5",
         help="sensitivity: fragmentation thresholds."),
-    Opt("degrees", "--sharing-degrees", parse=counts, metavar="N,...", default="1,2,4,8",
+    Opt("degrees", "--sharing-degrees", parse=each(count), metavar="N,...", default="1,2,4,8",
         help="prefix, sharing: requests that share a prefix."),
     Opt("prefix_len", parse=count, metavar="TOKENS", help="prefix, sharing: tokens that are shared."),
     Opt("suffix_len", parse=count, metavar="TOKENS", help="prefix, sharing: tokens of their own."),

@@ -1,4 +1,4 @@
-"""`vtoken bench`: the paper's evaluation as paired runs that anyone can rerun.
+"""`vtoken bench`: the paper's evaluation as paired runs.
 
     result = run_bench(BenchSettings(suites=("memory",)))
 

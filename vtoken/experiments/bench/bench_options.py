@@ -10,7 +10,8 @@ from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError, nearest
 from vtoken.experiments.bench.suites import BY_NAME_ONLY, SUITES
 from vtoken.experiments.planning.search import parse_concurrency
-from vtoken.modes import MODES
+from vtoken.modes import EVICTING_MODES, MODES
+from vtoken.units import check_least
 
 DEFAULT_RATIO = 0.5
 DEFAULT_RATIOS = (0.3, 0.5, 0.7)
@@ -45,7 +46,7 @@ class Case:
         return VTokenConfig.from_mapping(fields)
 
     def with_mode(self, mode: str) -> Case:
-        policy = self.policy if mode in ("naive", "vtoken") else ""
+        policy = self.policy if mode in EVICTING_MODES else ""
         return Case(mode=mode, policy=policy, changes=self.changes, block_size=self.block_size)
 
     @property
@@ -132,8 +133,7 @@ class BenchSettings:
             ("--suffix-len", self.suffix_len),
             *(("--sharing-degrees", degree) for degree in self.degrees),
         ):
-            if value is not None and value < 1:
-                raise ConfigError(option, value, "a whole number, 1 or more")
+            check_least(value, option)
         for block_size in self.block_sizes:
             if block_size < 16 or block_size % 16:
                 raise ConfigError("--block-sizes", block_size, "multiples of 16 tokens")

@@ -18,6 +18,7 @@ from vtoken.experiments.bench.pairing import PairRunner
 from vtoken.experiments.planning.dry_engines import open_dry_engine
 from vtoken.experiments.planning.model_shapes import ModelShape, find_shape, load_tokenizer
 from vtoken.experiments.report.listener import Bar, Listener
+from vtoken.modes import EVICTING_MODES, MODES
 from vtoken.units import cdiv
 
 PROMPT_LEN, OUTPUT_LEN = 128, 64  # of workloads that have no lengths, where none are given
@@ -208,11 +209,11 @@ class Context:
 
     def cases(self, modes: Sequence[str], policies: Sequence[str], **changes) -> list[Case]:
         """Cases in the order of their turns: modes that do not evict once, then by policy."""
-        plain = [Case(mode=mode) for mode in ("native", "indirection") if mode in modes]
+        plain = [Case(mode=mode) for mode in MODES if mode in modes and mode not in EVICTING_MODES]
         evicting = [
             Case(mode=mode, policy=policy, changes=changes)
             for policy in policies
-            for mode in ("naive", "vtoken")
+            for mode in EVICTING_MODES
             if mode in modes
         ]
         return plain + evicting

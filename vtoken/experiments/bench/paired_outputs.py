@@ -146,7 +146,7 @@ def run_pairs(engine, config: VTokenConfig, requests, follows, folder: Path) -> 
 
 
 def _num_at_once(engine, requests: Sequence[WorkloadRequest]) -> int:
-    """Requests that fit the pool with all their tokens: nobody is preempted, in no mode."""
+    """Requests that fit the pool with all their tokens: none is preempted, in no mode."""
     most = max(len(r.prompt_token_ids) + r.output_len for r in requests)
     return max(1, engine.num_usable_blocks // cdiv(most, engine.block_size))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from vtoken.experiments.bench.run import BenchResult
 from vtoken.experiments.report.tables import Column, Row, make_table
+from vtoken.modes import EVICTING_MODES
 
 _HEAD = (
     Column("workload", "workload", digits=None),
@@ -151,7 +152,7 @@ def ending_lines(result: BenchResult) -> list[str]:
         f"{row['mode']}, {row['policy']} on {row['workload']}"
         for suite in result.suites.values()
         for row in suite.rows
-        if row.get("note") and row["mode"] in ("naive", "vtoken")
+        if row.get("note") and row["mode"] in EVICTING_MODES
     ]
     if evicted_nothing:
         lines.append("Evicted nothing, being within budget: " + "; ".join(evicted_nothing) + ".")

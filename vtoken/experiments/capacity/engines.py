@@ -5,21 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings, StepEngine, open_engine
 from vtoken.experiments.capacity.recorded_scores import RecordedScores
 from vtoken.experiments.planning.dry_engines import open_dry_engine, random_scores
 from vtoken.experiments.planning.series import Series
-
-
-class Engines(Protocol):
-    """Gives an idle engine for a line of the scan."""
-
-    def get(self, line: Series, concurrency: int) -> StepEngine: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +69,12 @@ class DryEngines:
         source = random_scores if self._scores is None else self._scores.source()
         return self._open(settings, line.config(self.config), score_source=source)
 
-    def close(self) -> None:
-        pass
-
 
 class RealEngines:
     """Keeps one engine open; modes with hooks share one, native has its own.
 
     Attributes:
         load_s: seconds the last start of an engine took, None before.
-        warm_up: called with each engine that was just started, before it is given out.
     """
 
     def __init__(

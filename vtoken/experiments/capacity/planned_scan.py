@@ -90,6 +90,7 @@ class PlannedScan(CapacityScan):
         super().__init__(settings, shape=plan.model, host=host, **options)
         self.plan, self.cost = plan, cost
         self._clocks: list[ModelledClock] = []
+        self._open_dry = self._open_fast
 
     def _choose_pools(self, block_size: int) -> None:
         details = {k: v for k, v in self.plan.row().items() if k != "block_size"}
@@ -105,11 +106,6 @@ class PlannedScan(CapacityScan):
             self.result.notes.append(
                 f"throughput is modelled with the cost profile {self.cost.profile.name}, not measured"
             )
-
-    def _dry_engines(self, pool: Pool) -> DryEngines:
-        engines = super()._dry_engines(pool)
-        engines._open = self._open_fast
-        return engines
 
     def _open_fast(self, settings, config, *, score_source=None):
         from vtoken.engine.dry import DryEngine

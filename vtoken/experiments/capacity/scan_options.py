@@ -13,7 +13,7 @@ from vtoken.experiments.report.results import settings_row
 from vtoken.modes import EVICTING_MODES, MODES
 from vtoken.policies.base import ScoreKind
 from vtoken.policies.registry import policy_class
-from vtoken.units import cdiv
+from vtoken.units import cdiv, check_least
 from vtoken.vllm_plugin.scores import score_window
 from vtoken.vllm_plugin.sizing import peak_tokens
 
@@ -60,13 +60,9 @@ class ScanSettings:
         if not self.modes or not self.policies:
             raise ConfigError("--mode and --policy", (self.modes, self.policies), "at least one")
         parse_concurrency(self.concurrency)
-        for option, value in (
-            ("--prompt-len", self.prompt_len),
-            ("--output-len", self.output_len),
-            ("--repeats", self.repeats),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(option, value, "a whole number, 1 or more")
+        check_least(self.prompt_len, "--prompt-len")
+        check_least(self.output_len, "--output-len")
+        check_least(self.repeats, "--repeats")
         if self.time_limit_s is not None and self.time_limit_s <= 0:
             raise ConfigError("--time-limit", self.time_limit_s, "a duration above 0, such as 5m")
         if self.dry_run and self.config.record_scores:
@@ -81,11 +77,8 @@ class ScanSettings:
     @property
     def is_bare(self) -> bool:
         """No pool was given: vLLM's own is modelled, a small one measured."""
-        engine = self.engine
-        return not self.dry_run and (engine.num_kv_blocks, engine.kv_cache_memory_bytes) == (
-            None,
-            None,
-        )
+        given = (self.engine.num_kv_blocks, self.engine.kv_cache_memory_bytes)
+        return not self.dry_run and given == (None, None)
 
     @property
     def uses_dataset_lengths(self) -> bool:

@@ -17,6 +17,7 @@ from vtoken.engine.observe import RunStats
 from vtoken.experiments.planning.cost_model import StepWork
 from vtoken.experiments.planning.replicas import RequestOutcome
 from vtoken.experiments.planning.series import Series
+from vtoken.modes import EVICTING_MODES
 from vtoken.units import cdiv
 from vtoken.vllm_plugin.sizing import peak_tokens
 from vtoken.workloads.request import WorkloadRequest
@@ -64,7 +65,7 @@ class ReplicaModel:
         self.setup, self.cost, self.calibration = setup, setup.cost, calibration
         self.N, self.num_blocks = setup.plan.block_size, setup.plan.num_usable_blocks
         config = line.config(setup.config)
-        self.budget = config.make_budget(self.N) if line.mode in ("naive", "vtoken") else None
+        self.budget = config.make_budget(self.N) if line.mode in EVICTING_MODES else None
         self.packs = line.mode == "vtoken"
         self.outcomes: dict[str, RequestOutcome] = {}
         self.demand: list[tuple[float, int, int, int]] = []
@@ -119,7 +120,7 @@ class ReplicaModel:
         return sum(self.blocks(job.computed) for job in self.running)
 
     def _plan_chunks(self) -> dict[_Job, int]:
-        """Prompt chunks of the next step; admits who fits."""
+        """Prompt chunks of the next step; admits what fits."""
         decodes = sum(job.known - job.computed == 1 and job.computed > 0 for job in self.running)
         left = self.setup.max_num_batched_tokens - decodes
         chunks: dict[_Job, int] = {}

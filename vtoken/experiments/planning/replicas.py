@@ -78,7 +78,7 @@ class TraceEngine(DryEngine):
             known = self.prefixes[request.request_id]
             ids, per = known.prefix_hash_ids, known.prefix_block_tokens
             # Equal ids mean an equal prefix up to and including their block; generated tokens
-            # and prompts without ids are nobody else's.
+            # and prompts without ids are shared with no request.
             in_prompt = known.prompt_len // N if ids else 0
             return [
                 b"p%d.%d" % (ids[((i + 1) * N - 1) // per], i)

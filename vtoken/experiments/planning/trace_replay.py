@@ -22,6 +22,7 @@ from vtoken.experiments.planning.devices import MemoryPlan
 from vtoken.experiments.planning.modelled_clock import StepCost
 from vtoken.experiments.planning.replicas import Replica, RequestOutcome
 from vtoken.experiments.planning.series import Series
+from vtoken.modes import EVICTING_MODES
 from vtoken.workloads.request import WorkloadRequest
 
 BATCHED_TOKENS = 8192
@@ -240,4 +241,4 @@ def trace_sentence(rows: Sequence[dict[str, object]], plan: MemoryPlan) -> str:
 
 def _drops(row: dict[str, object]) -> bool:
     """Whether a row's mode drops tokens, and they were counted."""
-    return row["mode"] in ("naive", "vtoken") and "vtoken_evicted_tokens" in row
+    return row["mode"] in EVICTING_MODES and "vtoken_evicted_tokens" in row

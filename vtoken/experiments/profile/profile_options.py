@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vtoken.config import VTokenConfig
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError
-from vtoken.units import cdiv
+from vtoken.modes import EVICTING_MODES
+from vtoken.units import cdiv, check_least
 
 SUITES = ("overhead", "step", "kernels", "scale")
 BLOCK_SIZE = 32  # the smallest that stock vLLM takes on a CPU: both sides of a pair need it
@@ -42,14 +43,10 @@ class ProfileSettings:
     trace: Path | None = None
 
     def __post_init__(self) -> None:
-        for option, value, least in (
-            ("--prompt-len", self.prompt_len, 16),
-            ("--steps", self.num_steps, 4),
-            ("--events", self.num_events, 1),
-            ("--concurrency", min(self.concurrencies), 1),
-        ):
-            if value < least:
-                raise ConfigError(option, value, f"a whole number, {least} or more")
+        check_least(self.prompt_len, "--prompt-len", 16)
+        check_least(self.num_steps, "--steps", 4)
+        check_least(self.num_events, "--events")
+        check_least(min(self.concurrencies), "--concurrency")
         if self.trace is not None and "step" not in self.suites:
             raise ConfigError("--trace", str(self.trace), "goes with --suite step or --suite all")
         if self.config.replay_decisions or self.config.record_decisions:
@@ -64,18 +61,16 @@ class ProfileSettings:
 
     def mode_config(self, mode: str) -> VTokenConfig:
         """The settings in force in a mode."""
-        if mode in ("native", "indirection"):
+        if mode not in EVICTING_MODES:
             return VTokenConfig(mode=mode, seed=self.config.seed)
         return self.config.model_copy(update={"mode": mode})
 
     def engine_settings(self, concurrency: int, num_tokens: int) -> EngineSettings:
-        """An engine with room for all requests at full length: nobody waits, nobody is preempted.
+        """An engine with room for all requests at full length: none waits, none is preempted.
 
         Args:
             num_tokens: of the longest request, prompt and output.
         """
-        from dataclasses import replace
-
         e, length = self.engine, num_tokens + self.block_size
         return replace(
             e,

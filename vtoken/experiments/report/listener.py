@@ -1,4 +1,4 @@
-"""Who is told how an experiment goes."""
+"""What an experiment reports its progress to."""
 
 from __future__ import annotations
 

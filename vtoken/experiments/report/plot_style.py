@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vtoken.errors import ConfigError
 from vtoken.experiments.report.results import write_bytes
-from vtoken.modes import MODES
+from vtoken.modes import EVICTING_MODES, MODES
 
 Row = Mapping[str, object]
 
@@ -96,20 +96,22 @@ def by_mode(rows: Iterable[Row]) -> list[Row]:
 
 def policies_of(rows: Iterable[Row]) -> list[str]:
     """Policies of the rows that evict, in order of appearance."""
-    evicting = [row for row in rows if row.get("mode") not in ("native", "indirection")]
-    return list(dict.fromkeys(row.get("policy", "") for row in evicting))
+    return list(dict.fromkeys(row.get("policy", "") for row in rows if _may_evict(row)))
+
+
+def _may_evict(row: Row) -> bool:
+    """Also of engines that have no mode."""
+    return row.get("mode") not in set(MODES) - set(EVICTING_MODES)
 
 
 def policy_number(row: Row, policies: Sequence[str]) -> int:
     """A row's policy as a number; 0 where the mode does not evict, whatever the row says."""
-    evicts = row["mode"] not in ("native", "indirection")
-    return policies.index(row.get("policy", "")) if evicts else 0
+    return policies.index(row.get("policy", "")) if _may_evict(row) else 0
 
 
 def series_label(row: Row, policies: Sequence[str]) -> str:
     """The mode, and the policy where there are several of them."""
-    evicts = row["mode"] not in ("native", "indirection")
-    several = evicts and row.get("policy") and len(policies) > 1
+    several = _may_evict(row) and row.get("policy") and len(policies) > 1
     return f"{row['mode']}, {row['policy']}" if several else str(row["mode"])
 
 

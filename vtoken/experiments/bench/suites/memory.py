@@ -23,6 +23,7 @@ from vtoken.experiments.bench.measure import Record
 from vtoken.experiments.bench.open_engines import Pool
 from vtoken.experiments.bench.pairing import Comparison, Runs
 from vtoken.experiments.bench.rows import compared_rows, make_row
+from vtoken.modes import EVICTING_MODES
 
 PAPER = "section 5.2, Figure 7"
 DEFAULT_WORKLOADS = ("text:128+64", "random:192+48")
@@ -67,7 +68,7 @@ def _comparisons(
         "max_concurrency": None if at_once >= num else at_once,
     }  # fmt: skip
     changes = {} if head is None else {"eviction_ratio": head}
-    evicting = [mode for mode in settings.modes if mode in ("naive", "vtoken")]
+    evicting = [mode for mode in settings.modes if mode in EVICTING_MODES]
     if "native" in settings.modes and not evicting:
         evicting = [SHADOW_MODE]
     found = [

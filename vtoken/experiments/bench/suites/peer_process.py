@@ -76,7 +76,7 @@ class Peer:
             env=environment,
         )  # fmt: skip
         self._last: deque[str] = deque(maxlen=50)
-        # Somebody has to read what it logs, or it would wait for a full pipe.
+        # What it logs must be read, or it would wait for a full pipe.
         self._reader = Thread(target=self._drain, daemon=True)
         self._reader.start()
         try:

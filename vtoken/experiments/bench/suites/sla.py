@@ -30,7 +30,7 @@ MARKED_PERCENT = 10  # by which steps get longer with more requests, where that 
 def largest_run(settings: BenchSettings) -> int:
     """Requests of the largest run that there has to be: of the reference, or of a listed point.
 
-    A point above two misses may be left out, but nobody knows that before. What `auto` tries
+    A point above two misses may be left out, but that is not known before. What `auto` tries
     beyond the reference follows the rows there are (`auto_limit`).
     """
     is_auto = settings.concurrency == "auto"
