@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vtoken.config import VTokenConfig
 from vtoken.engine.settings import EngineSettings
@@ -47,7 +47,7 @@ class Case:
 
     def with_mode(self, mode: str) -> Case:
         policy = self.policy if mode in EVICTING_MODES else ""
-        return Case(mode=mode, policy=policy, changes=self.changes, block_size=self.block_size)
+        return replace(self, mode=mode, policy=policy)
 
     @property
     def key(self) -> str:

@@ -11,8 +11,8 @@ decides for itself, which the record says.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vtoken.experiments.bench.bench_options import BenchSettings, Case
@@ -125,6 +125,16 @@ class PairRunner:
         if self._is_interrupted:
             raise KeyboardInterrupt
 
+    def run_all(
+        self, comparisons: Sequence[Comparison], *, watch_layouts: bool = False
+    ) -> Iterator[tuple[Comparison, Runs]]:
+        """Announce all, then run one after the other; after Ctrl-C the runs there are, and no more."""
+        for comparison in comparisons:
+            self.plan_comparison(comparison)
+        for comparison in comparisons:
+            yield comparison, self.run(comparison, watch_layouts=watch_layouts)
+            self.raise_if_interrupted()
+
     def _run_into(self, runs: Runs, comparison: Comparison, watch_layouts: bool) -> None:
         for repeat in range(comparison.first_repeat, comparison.first_repeat + comparison.repeats):
             requests = None
@@ -215,7 +225,7 @@ class PairRunner:
 def _stripped(case: Case) -> Case:
     """The case without what does not change decisions."""
     changes = {k: v for k, v in case.changes.items() if k != "fragmentation_threshold"}
-    return Case(mode=case.mode, policy=case.policy, changes=changes, block_size=case.block_size)
+    return replace(case, changes=changes)
 
 
 def _same_decisions(a: Case, b: Case) -> bool:

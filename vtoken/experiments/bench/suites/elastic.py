@@ -63,12 +63,8 @@ def run_elastic(context: Context, result: SuiteResult) -> None:
             for policy in context.policies(DEFAULT_POLICIES)
             for num in (held, twice)
         ]  # fmt: skip
-        for comparison in comparisons:
-            runner.plan_comparison(comparison)
-        for comparison in comparisons:
-            runs = runner.run(comparison)
+        for comparison, runs in runner.run_all(comparisons):
             result.rows += _rows(comparison, *(runs[case.key] for case in comparison.cases))
-            runner.raise_if_interrupted()
 
 
 def _cases(policy: str) -> list[Case]:

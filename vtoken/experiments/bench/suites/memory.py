@@ -47,14 +47,10 @@ def run_memory(context: Context, result: SuiteResult) -> None:
             for workload in workloads
             for comparison in _comparisons(context, workload, num, at_once, pool)
         ]
-        for comparison in comparisons:
-            runner.plan_comparison(comparison)
         native: dict[str, list[Record]] = {}  # by workload; only the first comparison has it
-        for comparison in comparisons:
-            runs = runner.run(comparison, watch_layouts=True)
+        for comparison, runs in runner.run_all(comparisons, watch_layouts=True):
             name = comparison.workload.name
             _add(context, result, comparison, runs, native.setdefault(name, runs.get("native", [])))
-            runner.raise_if_interrupted()
 
 
 def _comparisons(

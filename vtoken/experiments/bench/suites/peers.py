@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import lcm
 from statistics import median
 
@@ -164,7 +165,7 @@ def _take_turns(
     for peer in peers.values():
         peer.run(comparison.workload.make(2, WARM_UP_REPEAT), 2)
     for repeat in range(comparison.repeats):
-        turn = Comparison(**{**vars(comparison), "repeats": 1, "first_repeat": repeat})
+        turn = replace(comparison, repeats=1, first_repeat=repeat)
         for key, records in runner.run(turn).items():
             own[key] += records
         runner.raise_if_interrupted()

@@ -29,26 +29,23 @@ def run_prefix(context: Context, result: SuiteResult) -> None:
     """Run the suite, into the result."""
     settings = context.settings
     num = settings.num_requests or NUM_REQUESTS
-    workloads = [(degree, _workload(context, degree)) for degree in settings.degrees]
-    longest = max(w.max_tokens for _, w in workloads)
+    workloads = {_workload(context, degree): degree for degree in settings.degrees}
+    longest = max(w.max_tokens for w in workloads)
     context.check_length(longest)
     at_once = max(settings.points or (num,))
     with context.session(max_tokens=longest, max_num_seqs=at_once, caching=True) as session:
-        runner = context.runner(session)
-        comparisons = []
-        for policy in context.policies(DEFAULT_POLICIES):
-            for degree, workload in workloads:
-                comparison = Comparison(
-                    suite="prefix", workload=workload, pool=context.ample_pool(at_once, longest),
-                    cases=_cases(context, policy), num_requests=num,
-                    max_concurrency=None if at_once >= num else at_once,
-                    repeats=settings.repeats,
-                )  # fmt: skip
-                comparisons.append((degree, comparison))
-                runner.plan_comparison(comparison)
-        for degree, comparison in comparisons:
-            result.rows += _rows(context, degree, comparison, runner.run(comparison))
-            runner.raise_if_interrupted()
+        comparisons = [
+            Comparison(
+                suite="prefix", workload=workload, pool=context.ample_pool(at_once, longest),
+                cases=_cases(context, policy), num_requests=num,
+                max_concurrency=None if at_once >= num else at_once, repeats=settings.repeats,
+            )
+            for policy in context.policies(DEFAULT_POLICIES)
+            for workload in workloads
+        ]  # fmt: skip
+        for comparison, runs in context.runner(session).run_all(comparisons):
+            degree = workloads[comparison.workload]
+            result.rows += _rows(context, degree, comparison, runs)
 
 
 def _workload(context: Context, degree: int) -> Workload:

@@ -9,6 +9,7 @@ The eviction interval is a block, so it follows the block size unless it is give
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
 from vtoken.experiments.bench.bench_options import (
@@ -38,26 +39,19 @@ def run_sensitivity(context: Context, result: SuiteResult) -> None:
     # The cases take turns, so the engines of all block sizes are open at once.
     num_engines = len({context.block_size, *settings.block_sizes})
     with context.session(max_tokens=longest, max_num_seqs=at_once, max_open=num_engines) as session:
-        runner = context.runner(session)
-        comparisons = []
-        for workload in workloads:
-            for policy in context.policies(DEFAULT_POLICIES):
-                variants = _variants(context, policy)
-                comparison = Comparison(
-                    suite="sensitivity",
-                    workload=workload,
-                    pool=_pool(context, at_once, workload.max_tokens),
-                    cases=_distinct(variants),
-                    num_requests=num,
-                    max_concurrency=None if at_once >= num else at_once,
-                    repeats=settings.repeats,
-                )
-                comparisons.append((comparison, variants))
-                runner.plan_comparison(comparison)
-        for comparison, variants in comparisons:
-            runs = runner.run(comparison)
-            result.rows += _rows(context, comparison, variants, runs)
-            runner.raise_if_interrupted()
+        variants = {p: _variants(context, p) for p in context.policies(DEFAULT_POLICIES)}
+        comparisons = [
+            Comparison(
+                suite="sensitivity", workload=workload, cases=_distinct(found), num_requests=num,
+                pool=_pool(context, at_once, workload.max_tokens), repeats=settings.repeats,
+                max_concurrency=None if at_once >= num else at_once,
+            )
+            for workload in workloads
+            for found in variants.values()
+        ]  # fmt: skip
+        for comparison, runs in context.runner(session).run_all(comparisons):
+            found = variants[comparison.cases[0].policy]
+            result.rows += _rows(context, comparison, found, runs)
 
 
 def _default(context: Context, policy: str) -> Case:
@@ -89,15 +83,9 @@ def _variants(context: Context, policy: str) -> list[tuple[str, object, Case]]:
     for factor in FACTORS:
         for value in sorted(values[factor]):
             if factor == "block_size":
-                case = Case(
-                    mode=default.mode, policy=policy, changes=default.changes, block_size=value
-                )
+                case = replace(default, block_size=value)
             else:
-                changes = {**default.changes, factor: value}
-                case = Case(
-                    mode=default.mode, policy=policy, changes=changes,
-                    block_size=default.block_size,
-                )  # fmt: skip
+                case = replace(default, changes={**default.changes, factor: value})
             found.append((factor, value, case))
     return found
 
