@@ -124,6 +124,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 _ON_THE_PAGE_ONLY = {
     "vtoken_blocks_fully_dead_frac", "vtoken_blocks_partly_dead_frac",
     "vtoken_blocks_expected_partly_dead_frac", "peer_version", "eviction",
+    "shared_tokens_skipped", "dropped_blocks", "copies_declined",
 }  # fmt: skip
 
 
