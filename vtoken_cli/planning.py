@@ -185,16 +185,8 @@ def _run_inverse(run: Run, given: dict[str, Any], settings, memory) -> bool:
 
 
 def _run_trace(run: Run, given: dict[str, Any], settings, memory) -> bool:
-    from vtoken.experiments.planning.fleet import (
-        calibrate,
-        fleet_sentence,
-        replay_fleet,
-        size_fleet,
-        warn_of_errors,
-    )
+    from vtoken.experiments.planning.fleet import fleet_sentence, warn_of_errors
     from vtoken.experiments.planning.trace_replay import Slo, TraceSetup, trace_sentence
-    from vtoken.experiments.report.plot_style import has_matplotlib
-    from vtoken.experiments.report.plots import demand_over_time
     from vtoken.experiments.report.tables import columns_of, make_table
     from vtoken.workloads import load_workload
     from vtoken.workloads.request import scale_rate, take
@@ -205,39 +197,9 @@ def _run_trace(run: Run, given: dict[str, Any], settings, memory) -> bool:
         plan=memory, cost=_step_cost(given, memory), config=settings.config,
         max_num_seqs=settings.engine.max_num_seqs or 1024,
     )  # fmt: skip
-    replicas, approximate = given.get("replicas", 1), given.get("approximate", False)
-    fleet = {"router": given.get("router", "round-robin")}
     slo = Slo(ttft_s=given.get("slo_ttft", 5.0), tpot_s=given.get("slo_tpot", 0.05),
               share=given.get("slo_share", 0.95))  # fmt: skip
-    rows, demand, needs = [], [], []
-    for line in settings.series:
-        run.out.note(f"replaying {len(requests):,} requests, {line}")
-        calibration = calibrate(setup, line, requests) if approximate else None
-        if replicas == "auto":
-            need = size_fleet(
-                setup, line, requests, slo, calibration=calibration,
-                max_replicas=given.get("max_replicas", 64), **fleet,
-            )  # fmt: skip
-            needs.append(need)
-            replay, row = need.replay, need.row()
-        else:
-            with run.out.progress(len(requests), str(line)) as bar:
-                replay = replay_fleet(
-                    setup, line, requests, replicas=replicas, calibration=calibration,
-                    on_request=bar.update, **fleet,
-                )  # fmt: skip
-            row = replay.row() | {"met_share": replay.met_share(slo)}
-        rows.append(row if calibration is None else row | calibration.row())
-        demand += replay.demand
-
-    def draw(folder) -> bool:
-        """The first server's blocks over time."""
-        if not demand or not has_matplotlib():
-            return not demand
-        first = [row for row in demand if row["replica"] == 0]
-        path = folder / "demand_over_time.png"
-        return bool(demand_over_time(first, path, pool_blocks=memory.num_usable_blocks))
-
+    rows, demand, needs = _replay_lines(run, given, settings.series, setup, requests, slo)
     columns = columns_of(
         "mode", "policy", "replicas", "peak_residents", "vtoken_preemptions",
         "vtoken_evicted_tokens", "rejected", "prefix_hit_frac", "p95_queue_ms", "p95_ttft_ms",
@@ -247,11 +209,51 @@ def _run_trace(run: Run, given: dict[str, Any], settings, memory) -> bool:
         run.out.warn(sentence)
     title = f"{requests[0].dataset} on {memory.device.name}, modelled"
     _finish(
-        run, settings, given, memory, {"trace": rows, "demand": demand}, write=draw,
+        run, settings, given, memory, {"trace": rows, "demand": demand},
+        write=lambda folder: _draw_demand(demand, folder, memory.num_usable_blocks),
         shown=[make_table(title, rows, columns)],
         lines=[fleet_sentence(needs, slo, setup) if needs else trace_sentence(rows, memory)],
     )  # fmt: skip
     return not needs or any(need.replicas is not None for need in needs)
+
+
+def _replay_lines(run: Run, given: dict[str, Any], series, setup, requests, slo):
+    """(rows, demand, fleets that were sized), a row per mode and policy."""
+    from vtoken.experiments.planning.fleet import calibrate, replay_fleet, size_fleet
+
+    replicas, router = given.get("replicas", 1), given.get("router", "round-robin")
+    rows, demand, needs = [], [], []
+    for line in series:
+        run.out.note(f"replaying {len(requests):,} requests, {line}")
+        calibration = calibrate(setup, line, requests) if given.get("approximate") else None
+        if replicas == "auto":
+            need = size_fleet(
+                setup, line, requests, slo, router=router, calibration=calibration,
+                max_replicas=given.get("max_replicas", 64),
+            )  # fmt: skip
+            needs.append(need)
+            replay, row = need.replay, need.row()
+        else:
+            with run.out.progress(len(requests), str(line)) as bar:
+                replay = replay_fleet(
+                    setup, line, requests, replicas=replicas, router=router,
+                    calibration=calibration, on_request=bar.update,
+                )  # fmt: skip
+            row = replay.row() | {"met_share": replay.met_share(slo)}
+        rows.append(row if calibration is None else row | calibration.row())
+        demand += replay.demand
+    return rows, demand, needs
+
+
+def _draw_demand(demand: list[dict[str, Any]], folder, pool_blocks: int) -> bool:
+    """Draw the first server's blocks over time."""
+    from vtoken.experiments.report.plot_style import has_matplotlib
+    from vtoken.experiments.report.plots import demand_over_time
+
+    first = [row for row in demand if row["replica"] == 0]
+    if first and has_matplotlib():
+        demand_over_time(first, folder / "demand_over_time.png", pool_blocks=pool_blocks)
+    return has_matplotlib()
 
 
 # ---- several scans in one command --------------------------------------------------------------

@@ -16,7 +16,8 @@ from vtoken.experiments.bench.named_workloads import Workload, make_workload
 from vtoken.experiments.bench.open_engines import Pool, Session
 from vtoken.experiments.bench.pairing import PairRunner
 from vtoken.experiments.planning.dry_engines import open_dry_engine
-from vtoken.experiments.planning.model_shapes import ModelShape, find_shape, load_tokenizer
+from vtoken.experiments.planning.find_model import find_shape, load_tokenizer
+from vtoken.experiments.planning.model_shapes import ModelShape
 from vtoken.experiments.report.listener import Bar, Listener
 from vtoken.modes import EVICTING_MODES, MODES
 from vtoken.units import cdiv

@@ -26,7 +26,8 @@ from vtoken.experiments.capacity.scan_options import ScanSettings
 from vtoken.experiments.capacity.scan_result import ScanHalf, ScanResult
 from vtoken.experiments.capacity.time_limit import StepTimes
 from vtoken.experiments.planning.dry_engines import open_dry_engine
-from vtoken.experiments.planning.model_shapes import ModelShape, find_shape, load_tokenizer
+from vtoken.experiments.planning.find_model import find_shape, load_tokenizer
+from vtoken.experiments.planning.model_shapes import ModelShape
 from vtoken.experiments.planning.search import (
     BisectSearch,
     GridSearch,
