@@ -61,7 +61,7 @@ stress: venv
 
 bench: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m vtoken.policies.bench
-	OMP_NUM_THREADS=1 $(BIN)/python -m vtoken.vllm_plugin.bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m vtoken.engine.bench
 	$(BIN)/python -m vtoken.kernels.bench
 
 lint: venv

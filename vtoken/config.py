@@ -13,10 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vtoken.core.budget import Budget
 from vtoken.errors import ConfigError, nearest
+from vtoken.modes import EVICTING_MODES, Mode
 from vtoken.policies.base import Policy
 from vtoken.policies.registry import make_policy
-
-Mode = Literal["native", "indirection", "naive", "vtoken"]
 
 OPTION_NAMES = {
     "eviction_interval_tokens": "--eviction-interval",
@@ -129,7 +128,7 @@ class VTokenConfig(BaseModel):
 
     @property
     def evicts(self) -> bool:
-        return self.mode in ("naive", "vtoken")
+        return self.mode in EVICTING_MODES
 
     @property
     def hooks_installed(self) -> bool:

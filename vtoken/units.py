@@ -14,6 +14,16 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def check_least(value: float | None, option: str, least: int = 1) -> None:
+    """Refuse a number that was given and is too small.
+
+    Raises:
+        ConfigError: names the option, the value and the least.
+    """
+    if value is not None and value < least:
+        raise ConfigError(option, value, f"a whole number, {least} or more")
+
+
 def parse_count(text: str | int, option: str) -> int:
     """Read a whole number with vLLM's suffixes: 32K is 32,768, 32k is 32,000.
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "models": ("models", "List, prepare and locate the embedded models."),
     "env": ("env", "Show what is installed, used and supported."),
     "top": ("top", "Watch a running server."),
+    "load": ("load", "Put load on a running server, or compare two."),
 }
 INTERRUPTED = 130
 _PLAIN = {"rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}

@@ -1,35 +1,12 @@
-"""Options of the command line: one table row each, shared by all commands that take them.
-
-A command names the rows it takes and receives what the user gave, converted and checked, with
-nothing filled in; defaults are decided where the settings are used.
-
-    @command(*VTOKEN, *ENGINE, Opt("prompt_len", parse=count, metavar="TOKENS", help="..."),
-             many=("mode", "policy"), starts_engine=True)
-    def capacity_scan(run: Run) -> None:
-        '''What the command does: its help text.'''
-        run.vtoken       # {"eviction_ratio": 0.5}: keys are VTokenConfig's fields
-        run.engine       # {"model": "tiny-llama"}: keys are EngineSettings' fields
-        run.own          # {"prompt_len": 256}: rows that are in neither table
-        run.many         # {"mode": ["native", "vtoken"]}: comma lists
-        run.out          # Output: results, notes, progress
-        run.output_dir   # --output
-        run.vllm_args()  # options after `--`, as keyword arguments of vLLM's EngineArgs
-
-`command` makes a function that Typer takes as it is. Every command also has `--json`, `--quiet`
-and `--verbose`, and where `config=True` (the default) `--config` and `--output`.
-"""
+"""Options of the command line: one table row each, shared by all commands that take them."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
-import typer
-
-from vtoken_cli.output import Output
+from vtoken.modes import MODES
 from vtoken_cli.parsers import choice, count, flag, integer, json_object, number, text
 
 Parser = Callable[[Any, str], Any]
@@ -74,15 +51,9 @@ class Opt:
         return long | {self.key}
 
     def read(self, value: Any) -> Any:
-        """Convert a value that was given.
-
-        Raises:
-            ConfigError: names the option, the value and what is allowed.
-        """
+        """Convert a value that was given."""
         return flag(value, self.name) if self.switch else self.parse(value, self.name)
 
-
-MODES = ("native", "indirection", "naive", "vtoken")
 
 VTOKEN = (
     Opt("mode", metavar="MODE", help=f"One of {', '.join(MODES)}.", default="vtoken"),
@@ -141,95 +112,20 @@ ENGINE = (
 )  # fmt: skip
 """Settings of the engine below. Keys are EngineSettings' fields; `--seed` goes to both."""
 
-_OUTPUT = (
+OUTPUT = (
     Opt("as_json", "--json", switch=True, help="The result as JSON on stdout, nothing else there."),
     Opt("quiet", switch=True, help="No notes and no progress."),
     Opt("verbose", switch=True, help="Details, and vLLM's own log."),
 )
-_FILES = (
+FILES = (
     Opt("config", metavar="FILE.yaml", help="These options from YAML; the command line wins."),
     Opt("output", metavar="DIR", help="Write result.json, tables and plots here."),
 )
 
 
-@dataclass
-class Run:
-    """What a user asked of a command: only what was given, converted. See the module's text."""
-
-    out: Output
-    vtoken: dict[str, Any] = field(default_factory=dict)
-    engine: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
-    many: dict[str, list[str]] = field(default_factory=dict)
-    output_dir: Path | None = None
-    extra_args: list[str] = field(default_factory=list)
-
-    def vllm_args(self) -> dict[str, Any]:
-        """Read the options after `--` with vLLM's own parser (imports vLLM).
-
-        Raises:
-            ConfigError: vLLM does not know an option or refuses a value.
-        """
-        from vtoken_cli.vllm_args import parse_vllm_args
-
-        return parse_vllm_args(self.extra_args) if self.extra_args else {}
-
-
-def command(
-    *rows: Opt,
-    many: Sequence[str] = (),
-    starts_engine: bool = False,
-    config: bool = True,
-) -> Callable[[Callable[[Run], None]], Callable[..., None]]:
-    """Turn a function of a `Run` into one that Typer takes.
-
-    Args:
-        rows: the options, shared and own.
-        many: keys of options that take a comma list here; they go to `Run.many`.
-        starts_engine: prepare the process for an engine, and let options for vLLM follow `--`.
-        config: offer `--config` and `--output`.
-    """
-    rows = (*rows, *(_FILES if config else ()), *_OUTPUT)
-
-    def wrap(function: Callable[[Run], None]) -> Callable[..., None]:
-        def typer_function(ctx: typer.Context, **values: Any) -> None:
-            from vtoken_cli.invoke import invoke
-
-            invoke(function, rows, values, ctx.obj or [], tuple(many), starts_engine)
-
-        typer_function.__name__ = function.__name__
-        typer_function.__module__ = function.__module__
-        typer_function.__doc__ = inspect.getdoc(function)
-        context = inspect.Parameter("ctx", _KEYWORD, annotation=typer.Context)
-        parameters = [context, *(_parameter(row) for row in rows)]
-        typer_function.__signature__ = inspect.Signature(parameters)
-        typer_function.__annotations__ = {p.name: p.annotation for p in parameters}
-        typer_function.rows = rows
-        return typer_function
-
-    return wrap
-
-
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
-
-
-def _parameter(row: Opt) -> inspect.Parameter:
-    """Declare a row to Typer, which only ever sees text: conversion and messages are ours."""
-    shown = f"{row.help} [default: {row.default}]" if row.default else row.help
-    if row.positional:
-        metavar = row.name if row.metavar == "TEXT" else row.metavar
-        declared = typer.Argument(help=shown, show_default=False, metavar=metavar)
-    elif row.switch:
-        return inspect.Parameter(
-            row.key,
-            _KEYWORD,
-            default=False,
-            annotation=Annotated[bool, typer.Option(*row.flags, help=shown, show_default=False)],
-        )
-    else:
-        declared = typer.Option(*row.flags, help=shown, metavar=row.metavar, show_default=False)
-    annotation = Annotated[str | None, declared]
-    return inspect.Parameter(row.key, _KEYWORD, default=None, annotation=annotation)
+def shared_rows(**defaults: str) -> list[Opt]:
+    """`VTOKEN` and `ENGINE` with what this command's help says about their defaults."""
+    return [replace(row, default=defaults.get(row.key, row.default)) for row in (*VTOKEN, *ENGINE)]
 
 
 def by_key(rows: Sequence[Opt]) -> Mapping[str, Opt]:

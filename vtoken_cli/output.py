@@ -21,10 +21,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from vtoken.experiments.report.listener import Bar, Listener
+
 PLAIN_PROGRESS_EVERY_S = 10.0
 
 
-class Output:
+class Output(Listener):
     """Write a command's results and its chatter.
 
     Args:
@@ -72,18 +74,18 @@ class Output:
         self._say(f"warning: {text}")
 
     @contextmanager
-    def progress(self, total: float | None, description: str) -> Iterator[Progress]:
+    def progress(self, total: float | None, description: str) -> Iterator[Bar]:
         """Show progress on stderr: a bar on a terminal, a line now and then elsewhere.
 
         Args:
             total: amount of work, in any unit; None where it is not known.
         """
         if self.quiet:
-            yield Progress()
+            yield Bar()
         elif self.stderr.isatty():
             yield from _bar(self.stderr, total, description)
         else:
-            yield _PlainProgress(self._say, total, description)
+            yield _PlainBar(self._say, total, description)
 
     @property
     def stdout(self) -> TextIO:
@@ -133,17 +135,7 @@ class Output:
         print(text, file=self.stderr, flush=True)
 
 
-class Progress:
-    """What a command tells about its progress; this base class shows nothing."""
-
-    def advance(self, amount: float = 1, text: str = "") -> None:
-        """Count `amount` of the work as done; `text` says what is going on now."""
-
-    def update(self, done: float, text: str = "", total: float | None = None) -> None:
-        """Set the work done so far, and the total where that changed."""
-
-
-class _PlainProgress(Progress):
+class _PlainBar(Bar):
     def __init__(self, say: Any, total: float | None, description: str) -> None:
         self._say, self._total, self._description = say, total, description
         self._done, self._shown_at_s = 0.0, float("-inf")
@@ -162,7 +154,7 @@ class _PlainProgress(Progress):
         self._say(f"{self._description}: {done:g}{of_total} {text}".rstrip())
 
 
-class _Bar(Progress):
+class _RichBar(Bar):
     def __init__(self, bar: Any, task: Any) -> None:
         self._bar, self._task = bar, task
 
@@ -173,7 +165,7 @@ class _Bar(Progress):
         self._bar.update(self._task, completed=done, text=text, total=total)
 
 
-def _bar(stderr: TextIO, total: float | None, description: str) -> Iterator[Progress]:
+def _bar(stderr: TextIO, total: float | None, description: str) -> Iterator[Bar]:
     from rich import progress as rich_progress
     from rich.console import Console
 
@@ -185,7 +177,7 @@ def _bar(stderr: TextIO, total: float | None, description: str) -> Iterator[Prog
         rich_progress.TextColumn("{task.fields[text]}"),
     )
     with rich_progress.Progress(*columns, console=Console(file=stderr), transient=True) as bar:
-        yield _Bar(bar, bar.add_task(description, total=total, text=""))
+        yield _RichBar(bar, bar.add_task(description, total=total, text=""))
 
 
 def _plain(value: Any) -> Any:

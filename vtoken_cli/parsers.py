@@ -82,6 +82,15 @@ def choice(*allowed: str) -> Callable[[Any, str], str]:
     return parse
 
 
+def each(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple]:
+    """Make a parser of values separated by commas, or of a YAML list of them, or a single one."""
+
+    def parse_all(value: Any, option: str) -> tuple:
+        return tuple(parse(word, option) for word in comma_list(value, option))
+
+    return parse_all
+
+
 def comma_list(value: Any, option: str) -> list[str]:
     """Read words separated by commas, or a YAML list of them; no word twice."""
     words = value if isinstance(value, list) else str(value).split(",")

@@ -13,9 +13,6 @@ def parse_vllm_args(args: Sequence[str]) -> dict[str, Any]:
     """Turn command-line options of vLLM into keyword arguments of its EngineArgs.
 
     Only what is given comes back; vLLM's defaults stay vLLM's business.
-
-    Raises:
-        ConfigError: vLLM does not know an option or refuses a value.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

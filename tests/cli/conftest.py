@@ -30,7 +30,7 @@ class Cli:
 
     def add(self, name: str, body: str, decorator: str = "@command(*VTOKEN, *ENGINE)") -> None:
         """Add a command whose function body (it sees `run`) is `body`."""
-        header = "from vtoken_cli.options import *\nfrom vtoken_cli.options import command, Opt\n"
+        header = "from vtoken_cli.options import *\nfrom vtoken_cli.command import command\n"
         body = textwrap.indent(textwrap.dedent(body).strip(), "    ")
         source = f'{header}\n{decorator}\ndef {name}(run):\n    """Help of {name}."""\n{body}\n'
         (self._folder / f"{name}.py").write_text(source)

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from vtoken.experiments.bench import pairing
+from vtoken.experiments.bench.suites import SUITES
 from vtoken_cli.app import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "experiments"
-SUITES = ("memory", "sla", "sensitivity", "prefix", "quality", "peers")
 DRY = ["bench", "--dry-run", "--model", "tiny-llama", "--quiet"]
 SMALL = ["--policy", "random", "--workload", "random:64+40", "--num-prompts", "2"]
 MEMORY = [*DRY, *SMALL, "--ratios", "0.5", "--repeats", "2"]
@@ -83,12 +83,12 @@ def test_a_peer_without_its_library_is_refused(tmp_path, capfd) -> None:
 @pytest.mark.parametrize("suite", SUITES)
 def test_each_suite_has_an_example_that_names_its_place_in_the_paper(suite) -> None:
     from vtoken_cli.commands.bench import OWN, make_settings
-    from vtoken_cli.invoke import _read_yaml, build_run
-    from vtoken_cli.options import _FILES, _OUTPUT, ENGINE, VTOKEN
+    from vtoken_cli.given import build_run, read_yaml
+    from vtoken_cli.options import ENGINE, FILES, OUTPUT, VTOKEN
 
     path = EXAMPLES / f"{suite}.yaml"
-    rows = (*VTOKEN, *ENGINE, *OWN, *_FILES, *_OUTPUT)
-    run = build_run(_read_yaml(str(path), rows), rows, ("mode", "policy"))
+    rows = (*VTOKEN, *ENGINE, *OWN, *FILES, *OUTPUT)
+    run = build_run(read_yaml(str(path), rows), rows, ("mode", "policy"))
     settings = make_settings(run)
     assert settings.chosen_suites == (suite,) and settings.engine.model == "smollm2-135m"
     assert re.search(r"Figure \d|Table \d|not in the paper", path.read_text()), path

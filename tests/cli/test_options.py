@@ -10,7 +10,9 @@ import typer
 from vtoken.config import VTokenConfig
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError
-from vtoken_cli.options import ENGINE, VTOKEN, Opt, Run, command
+from vtoken_cli.command import command
+from vtoken_cli.given import Run
+from vtoken_cli.options import ENGINE, VTOKEN, Opt
 from vtoken_cli.parsers import count, duration_s
 
 OWN = (

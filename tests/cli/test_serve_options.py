@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -11,7 +15,7 @@ from vtoken.config import VTokenConfig
 from vtoken.engine import server as launch
 from vtoken_cli.app import main
 from vtoken_cli.commands.serve import engine_settings, serve
-from vtoken_cli.invoke import build_run
+from vtoken_cli.given import build_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -28,8 +32,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_wrong_options_are_said_before_anything_starts(capsys, monkeypatch, options, said):
-    import sys
-
     for module in ("vllm.entrypoints.cli.serve", "vllm.entrypoints.launchers.cli_args"):
         monkeypatch.setitem(sys.modules, module, None)  # an import of it would fail
     assert main(["serve", *options]) == 2
@@ -44,6 +46,56 @@ def test_top_without_a_server(capsys):
 def test_top_of_something_else(capsys):
     assert main(["top", "ftp://host"]) == 2
     assert "URL 'ftp://host'" in capsys.readouterr().err
+
+
+class FakeApi:
+    """Stands in for the `openai` client: a chunk for every token."""
+
+    asked: ClassVar[list[tuple[str, str]]] = []
+
+    def __init__(self, base_url, **_):
+        self.url = base_url
+        self.completions = self.chat = self
+        self.chat.completions = self
+        self.models = SimpleNamespace(list=lambda: SimpleNamespace(data=[SimpleNamespace(id="m")]))
+
+    def create(self, *, model, max_tokens, prompt="", **_):
+        self.asked.append((self.url, prompt))
+        reasons = [None] * (max_tokens - 1) + ["length"]
+        choices = [[SimpleNamespace(finish_reason=reason)] for reason in reasons]
+        return iter([SimpleNamespace(choices=c) for c in choices])
+
+
+@pytest.fixture
+def fake_api(monkeypatch):
+    FakeApi.asked = []
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=FakeApi))
+    return FakeApi
+
+
+def test_load_on_one_server(capsys, fake_api, monkeypatch):
+    args = ["--clients", "2", "--seconds", "1s", "--max-tokens", "5"]
+    assert main(["load", "http://127.0.0.1:9/", "--json", *args]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] and found["clients"] == 2 and found["failed"] == []
+    assert found["chunks"] == 5 * found["completed"] > 0
+    monkeypatch.setattr(fake_api, "create", lambda self, **_: iter([]))  # ends at once
+    assert main(["load", "http://127.0.0.1:9", "--json", *args]) == 1
+    assert not json.loads(capsys.readouterr().out)["passed"]
+
+
+def test_load_compares_two_servers_in_turn(capsys, fake_api):
+    args = ["load", "http://a", "http://b", "--pairs", "4", "--max-tokens", "8", "--json"]
+    assert main(args) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["pairs"] == 4 and len(found["median_itl_ms"]) == 2
+    assert found["interval"][0] <= found["median_ratio"] <= found["interval"][1]
+    assert [url[7] for url, _ in fake_api.asked] == list("abbaabbaab")  # the first pair warms up
+
+
+def test_load_wants_an_address(capsys):
+    assert main(["load"]) == 2
+    assert "URL '': a server's address" in capsys.readouterr().err
 
 
 def test_model_from_either_place():

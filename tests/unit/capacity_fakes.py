@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from vtoken.core.counters import Counters
 from vtoken.engine import FinishedRequest, StepEngine
-from vtoken.experiments.capacity_pool import Host
-from vtoken.experiments.model_shapes import ModelShape
+from vtoken.experiments.capacity.pools import Host
+from vtoken.experiments.planning.model_shapes import ModelShape
 from vtoken.units import cdiv
 from vtoken.workloads import WorkloadRequest
 

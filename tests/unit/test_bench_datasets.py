@@ -10,14 +10,14 @@ from capacity_fakes import SHAPE
 
 from vtoken.engine import EngineSettings
 from vtoken.errors import ConfigError
-from vtoken.experiments.bench import sla
+from vtoken.experiments.bench.bench_options import BenchSettings
 from vtoken.experiments.bench.context import Context, SuiteResult
 from vtoken.experiments.bench.journal import Journal
-from vtoken.experiments.bench.pairing import BenchListener
-from vtoken.experiments.bench.settings import BenchSettings
-from vtoken.experiments.bench.suites import run_bench
-from vtoken.experiments.bench.tasks import make_task
-from vtoken.experiments.bench.workloads import make_workload
+from vtoken.experiments.bench.named_workloads import make_workload
+from vtoken.experiments.bench.run import run_bench
+from vtoken.experiments.bench.suites import sla
+from vtoken.experiments.bench.suites.questions import make_task
+from vtoken.experiments.report.listener import Bar, Listener
 
 
 class NoEngine(Exception):
@@ -29,8 +29,8 @@ class NoEngineContext(Context):
 
     shape, model_path = SHAPE, "fake"
 
-    def __init__(self, settings, journal, listener) -> None:
-        super().__init__(settings, journal, listener, open_real=self._open, open_dry=self._open)
+    def __init__(self, *args) -> None:
+        super().__init__(*args, open_real=self._open, open_dry=self._open)
 
     def _open(self, *args, **kwargs):
         raise NoEngine
@@ -116,7 +116,7 @@ def test_auto_says_how_far_the_rows_go(trace) -> None:
         engine=EngineSettings(model="fake", block_size=32),
     )  # fmt: skip
     result = SuiteResult()
-    context = NoEngineContext(settings, Journal({}), BenchListener())
+    context = NoEngineContext(settings, Journal({}), Listener(), Bar())
     with closing(context), pytest.raises(NoEngine):
         sla.run_sla(context, result)
     assert result.notes == [f"{path} has rows for at most 10 requests at once: auto tries no more."]
@@ -133,7 +133,7 @@ def test_rows_longer_than_the_model_or_the_users_limit_are_left_out(
     path = trace(20, longest - 4, longest - 3, 30, 9000)
     settings = BenchSettings(engine=EngineSettings(model="fake", max_model_len=max_model_len))
     notes: list[str] = []
-    with closing(NoEngineContext(settings, None, None)) as context:
+    with closing(NoEngineContext(settings, None, None, None)) as context:
         (workload,) = context.workloads([path], 1, notes)
     assert [r.prompt_len for r in workload.make(3, 0)] == [20, longest - 4, 30]
     assert (workload.max_tokens, workload.max_requests) == (longest, 3)
@@ -146,7 +146,7 @@ def test_rows_longer_than_the_model_or_the_users_limit_are_left_out(
 
 def test_a_dataset_whose_rows_all_fit_says_nothing(trace) -> None:
     notes: list[str] = []
-    with closing(NoEngineContext(BenchSettings(), None, None)) as context:
+    with closing(NoEngineContext(BenchSettings(), None, None, None)) as context:
         context.workloads([trace(20, 30, 40)], 1, notes)
     assert notes == []
 

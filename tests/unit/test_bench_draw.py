@@ -9,17 +9,18 @@ from drawn_axes import keep_axes
 
 pytest.importorskip("matplotlib")
 
-from vtoken.experiments.bench import draw
+from vtoken.experiments.bench import suite_plots as draw
+from vtoken.experiments.bench.bench_options import BenchSettings
 from vtoken.experiments.bench.context import SuiteResult
-from vtoken.experiments.bench.report import draw_plots, make_bench_result, make_html
-from vtoken.experiments.bench.settings import BenchSettings
-from vtoken.experiments.bench.suites import BenchResult
-from vtoken.experiments.plot_style import COLOURS
+from vtoken.experiments.bench.output_files import draw_plots, make_bench_result, make_html
+from vtoken.experiments.bench.run import BenchResult
+from vtoken.experiments.report import bar_plots
+from vtoken.experiments.report.plot_style import COLOURS, PEER_COLOUR
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    return keep_axes(monkeypatch, draw)
+    return keep_axes(monkeypatch, bar_plots)
 
 
 def row(mode: str, throughput: float, policy: str = "", workload: str = "text", spread=()) -> dict:
@@ -74,7 +75,7 @@ def test_engines_and_policies_are_told_apart(tmp_path, drawn) -> None:
     colours = [bar.get_facecolor() for bar in axes.patches]
     assert colours[0] == colours[1] not in colours[2:]
     assert len(set(colours)) == len({"peer", "native", "naive", "vtoken"})
-    assert draw.PEER_COLOUR not in COLOURS.values()
+    assert PEER_COLOUR not in COLOURS.values()
     hatches = [bar.get_hatch() or "" for bar in axes.patches]
     assert hatches[3] == hatches[4] != hatches[5]
 
@@ -106,8 +107,8 @@ def test_rows_without_throughput_have_no_bar(tmp_path, drawn) -> None:
 def test_the_page_holds_the_plot(tmp_path) -> None:
     settings = BenchSettings(suites=("peers",), dry_run=True)
     result = BenchResult(settings, "2026-01-01T00:00:00+00:00", {"peers": SuiteResult(rows=ROWS)})
-    plots = draw_plots(result, tmp_path)
-    assert [path.name for path in plots] == ["peers_throughput_0.png"]
-    page = make_html(result, make_bench_result(result), plots)
-    image = base64.b64encode(plots[0].read_bytes()).decode()
+    paths = draw_plots(result, tmp_path)
+    assert [path.name for path in paths] == ["peers_throughput_0.png"]
+    page = make_html(result, make_bench_result(result), paths)
+    image = base64.b64encode(paths[0].read_bytes()).decode()
     assert f"<img alt='peers_throughput_0' src='data:image/png;base64,{image}'>" in page

@@ -10,13 +10,13 @@ from peer_fakes import asked, write_openvino
 
 from vtoken.engine.peer_runner.presses import KvPress, same_length_batches
 from vtoken.errors import ConfigError, EngineError
-from vtoken.experiments.bench import peers as suite
+from vtoken.experiments.bench.bench_options import Case
 from vtoken.experiments.bench.context import SuiteResult
+from vtoken.experiments.bench.named_workloads import Workload
+from vtoken.experiments.bench.open_engines import Pool
 from vtoken.experiments.bench.pairing import Comparison
-from vtoken.experiments.bench.peer_process import Peer, check_interpreter, check_peer_args
-from vtoken.experiments.bench.session import Pool
-from vtoken.experiments.bench.settings import Case
-from vtoken.experiments.bench.workloads import Workload
+from vtoken.experiments.bench.suites import peers as suite
+from vtoken.experiments.bench.suites.peer_process import Peer, check_interpreter, check_peer_args
 from vtoken.workloads import WorkloadRequest
 
 

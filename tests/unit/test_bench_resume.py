@@ -11,15 +11,16 @@ import pytest
 
 from vtoken.engine import EngineSettings
 from vtoken.errors import ConfigError
-from vtoken.experiments.bench import pairing, peers, quality
+from vtoken.experiments.bench import pairing
+from vtoken.experiments.bench.bench_options import BenchSettings
 from vtoken.experiments.bench.context import Context
 from vtoken.experiments.bench.journal import FILE_NAME, Journal
 from vtoken.experiments.bench.measure import Record
+from vtoken.experiments.bench.named_workloads import Workload
+from vtoken.experiments.bench.open_engines import Pool
 from vtoken.experiments.bench.pairing import Comparison
-from vtoken.experiments.bench.session import Pool
-from vtoken.experiments.bench.settings import BenchSettings
-from vtoken.experiments.bench.suites import BenchResult, run_bench
-from vtoken.experiments.bench.workloads import Workload
+from vtoken.experiments.bench.run import BenchResult, run_bench
+from vtoken.experiments.bench.suites import peers, quality
 from vtoken.workloads import WorkloadRequest
 
 SETTINGS = {

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from vtoken.errors import ConfigError
+from vtoken.experiments.bench.bench_options import Case
 from vtoken.experiments.bench.journal import FILE_NAME, Journal
 from vtoken.experiments.bench.measure import Record
 from vtoken.experiments.bench.rows import add_ratios, compared_rows, make_row
-from vtoken.experiments.bench.settings import Case
 from vtoken.experiments.bench.show import suite_table
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
-from vtoken.experiments.bench import sla
+from vtoken.experiments.bench.bench_options import BenchSettings, Case
 from vtoken.experiments.bench.context import SuiteResult
 from vtoken.experiments.bench.measure import Record
-from vtoken.experiments.bench.session import Pool
-from vtoken.experiments.bench.settings import BenchSettings, Case
-from vtoken.experiments.bench.workloads import Workload
+from vtoken.experiments.bench.named_workloads import Workload
+from vtoken.experiments.bench.open_engines import Pool
+from vtoken.experiments.bench.suites import sla
 
 
 class FakeRunner:

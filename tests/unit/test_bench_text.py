@@ -9,10 +9,10 @@ import pytest
 
 from vtoken.errors import ConfigError
 from vtoken.experiments.bench.advice import advise, crossover
+from vtoken.experiments.bench.bench_options import BenchSettings
 from vtoken.experiments.bench.context import SuiteResult
-from vtoken.experiments.bench.quality import run_quality, safe_budget, sentences
-from vtoken.experiments.bench.settings import BenchSettings
-from vtoken.experiments.bench.workloads import make_workload
+from vtoken.experiments.bench.named_workloads import make_workload
+from vtoken.experiments.bench.suites.quality import run_quality, safe_budget, sentences
 from vtoken.workloads.retrieval import (
     answered,
     key_value_prompts,

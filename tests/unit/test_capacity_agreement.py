@@ -6,10 +6,11 @@ import pytest
 
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings, run_requests
-from vtoken.experiments.capacity import CapacityScan
-from vtoken.experiments.capacity_engines import DryEngines, EngineLimits, RealEngines
-from vtoken.experiments.capacity_prompts import make_prompts
-from vtoken.experiments.capacity_settings import ScanSettings, Series
+from vtoken.experiments.capacity.engines import DryEngines, EngineLimits, RealEngines
+from vtoken.experiments.capacity.prompts import make_prompts
+from vtoken.experiments.capacity.scan import CapacityScan
+from vtoken.experiments.capacity.scan_options import ScanSettings
+from vtoken.experiments.planning.series import Series
 
 pytestmark = pytest.mark.vllm
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from vtoken.errors import ConfigError
-from vtoken.experiments.capacity import dry_frontier
+from vtoken.experiments.capacity.scan import dry_frontier
 
 pytestmark = pytest.mark.vllm
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 from capacity_fakes import HOST, SHAPE, FakeWorld, make_requests
@@ -10,10 +11,12 @@ from capacity_fakes import HOST, SHAPE, FakeWorld, make_requests
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings
 from vtoken.errors import ConfigError, InvariantViolation
-from vtoken.experiments.capacity import CapacityScan
-from vtoken.experiments.capacity_half import ScanListener
-from vtoken.experiments.capacity_prompts import PromptSource
-from vtoken.experiments.capacity_settings import ScanSettings, Series
+from vtoken.experiments.capacity.prompts import PromptSource
+from vtoken.experiments.capacity.scan import CapacityScan
+from vtoken.experiments.capacity.scan_options import ScanSettings
+from vtoken.experiments.planning.series import Series
+from vtoken.experiments.report.listener import Bar, Listener
+from vtoken.modes import MODES
 
 
 @pytest.fixture
@@ -171,7 +174,7 @@ def test_blocks_left_over_are_not_passed_over(world):
 
 
 def test_modes_with_hooks_share_an_engine_and_one_is_open_at_a_time(world):
-    make_scan(world, engine=SMALL, modes=("native", "indirection", "naive", "vtoken")).run()
+    make_scan(world, engine=SMALL, modes=MODES).run()
     assert [x for x in world.log if x.startswith("open")] == ["open native", "open indirection"]
     modes = [x.split()[1] for x in world.log if x.startswith("reconfigure")]
     # New hooks for every point; the warm-up after the start has those it was opened with.
@@ -393,20 +396,17 @@ def test_scored_policies_are_dry_run_with_made_up_scores_and_it_is_said(world):
 
 
 def test_a_listener_sees_every_point_grow_to_its_end(world):
-    class Listener(ScanListener):
+    class Watching(Listener):
         def __init__(self):
             self.seen = {}
 
-        def point(self, label, num_output_tokens):
-            from contextlib import contextmanager
+        @contextmanager
+        def progress(self, total, description):
+            bar = Bar()
+            bar.update = lambda done: self.seen.setdefault(description, []).append(done)
+            yield bar
 
-            @contextmanager
-            def around():
-                yield lambda done: self.seen.setdefault(label, []).append(done)
-
-            return around()
-
-    listener = Listener()
+    listener = Watching()
     scan = make_scan(
         world, engine=SMALL, modes=("native",), concurrency="2", repeats=2, listener=listener
     )

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from vtoken.errors import ConfigError
-from vtoken.experiments.capacity_search import BisectSearch, GridSearch, parse_concurrency
-from vtoken.experiments.capacity_time import SAFETY, Deadline, StepTimes
+from vtoken.experiments.capacity.time_limit import SAFETY, Deadline, StepTimes
+from vtoken.experiments.planning.search import BisectSearch, GridSearch, parse_concurrency
 
 
 @pytest.mark.parametrize(

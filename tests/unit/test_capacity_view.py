@@ -9,20 +9,20 @@ import pytest
 
 from vtoken.engine import EngineSettings
 from vtoken.errors import ConfigError
-from vtoken.experiments.capacity_half import ScanHalf, ScanResult
-from vtoken.experiments.capacity_point import PointRun
-from vtoken.experiments.capacity_pool import Pool
-from vtoken.experiments.capacity_prompts import make_prompts
-from vtoken.experiments.capacity_settings import ScanSettings
-from vtoken.experiments.capacity_time import LeftOut
-from vtoken.experiments.capacity_view import (
+from vtoken.experiments.capacity.point import PointRun, ScanPoint
+from vtoken.experiments.capacity.pools import Pool
+from vtoken.experiments.capacity.prompts import make_prompts
+from vtoken.experiments.capacity.scan_options import ScanSettings
+from vtoken.experiments.capacity.scan_result import ScanHalf, ScanResult
+from vtoken.experiments.capacity.show import (
     answer_lines,
     csv_tables,
     frontier_sentence,
     points_table,
     write_plots,
 )
-from vtoken.experiments.results import ScanPoint, plain
+from vtoken.experiments.capacity.time_limit import LeftOut
+from vtoken.experiments.report.results import plain
 
 
 def run(mode, concurrency, feasible=True, policy=None, modelled=False) -> PointRun:

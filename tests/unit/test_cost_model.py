@@ -6,24 +6,34 @@ import numpy as np
 import pytest
 
 from vtoken.errors import ConfigError
-from vtoken.experiments.cost_model import (
+from vtoken.experiments.planning.cost_model import (
     CostProfile,
-    add_work,
-    decode_step_s,
+    StepWork,
     decode_work,
     load_profile,
-    prefill_time_s,
-    prefill_work,
     step_bytes,
     step_flops,
     step_time_s,
 )
-from vtoken.experiments.devices import get_device, get_model_shape
+from vtoken.experiments.planning.devices import get_device
+from vtoken.experiments.planning.model_shapes import get_model_shape
 
 LLAMA = get_model_shape("llama-3.1-8b")
 SMOL = get_model_shape("smollm2-135m")
 ROUND = CostProfile(name="round", bandwidth_bytes_per_s=1e12, flops_per_s=1e15)
 KV_BYTES = 131072
+
+
+def prompt(tokens: int, before: int = 0) -> StepWork:
+    """A chunk of a prompt behind tokens of the same request."""
+    pairs = tokens * before + tokens * (tokens + 1) / 2
+    return StepWork(
+        num_seqs=0, num_new_tokens=tokens, kv_read_tokens=before + tokens, attn_pairs=pairs
+    )
+
+
+def decode_s(profile, seqs, kv, **options):
+    return step_time_s(profile, LLAMA, decode_work(seqs, kv), **options)
 
 
 def test_decode_bytes_by_hand():
@@ -43,21 +53,10 @@ def test_flops_by_hand():
     assert step_flops(LLAMA, decode_work(2, 5000)) == pytest.approx(linear + attention)
 
 
-def test_prefill_work_counts_causal_pairs():
-    for before, chunk in [(0, 1), (0, 7), (5, 3)]:
-        pairs = sum(before + i + 1 for i in range(chunk))
-        assert prefill_work(before, chunk).attn_pairs == pairs
-        assert prefill_work(before, chunk).kv_read_tokens == before + chunk
-    # Cutting a prompt into chunks changes no pair.
-    whole = prefill_work(0, 100).attn_pairs
-    parts = prefill_work(np.array([0, 30, 60]), np.array([30, 30, 40])).attn_pairs
-    assert parts.sum() == whole
-
-
 def test_step_is_bound_by_the_slower_of_memory_and_compute():
     decode = decode_work(4, 20_000)
     assert step_time_s(ROUND, LLAMA, decode) == pytest.approx(step_bytes(LLAMA, decode) / 1e12)
-    prefill = prefill_work(0, 8192)
+    prefill = prompt(8192)
     assert step_time_s(ROUND, LLAMA, prefill) == pytest.approx(step_flops(LLAMA, prefill) / 1e15)
 
 
@@ -70,7 +69,7 @@ def test_shares_and_overheads():
     assert step_time_s(half, LLAMA, decode) == pytest.approx(
         2 * step_time_s(ROUND, LLAMA, decode) + 0.014
     )
-    prefill = prefill_work(0, 8192)
+    prefill = prompt(8192)
     assert step_time_s(half, LLAMA, prefill) == pytest.approx(
         4 * step_time_s(ROUND, LLAMA, prefill) + 0.01
     )
@@ -78,30 +77,24 @@ def test_shares_and_overheads():
 
 def test_arrays_give_what_single_steps_give():
     seqs, kv = np.array([1, 5, 22]), np.array([100, 9000, 180_000])
-    together = decode_step_s(ROUND, LLAMA, seqs, kv, tensor_parallel_size=2)
-    single = [
-        decode_step_s(ROUND, LLAMA, s, k, tensor_parallel_size=2)
-        for s, k in zip(seqs, kv, strict=True)
-    ]
+    together = decode_s(ROUND, seqs, kv, tensor_parallel_size=2)
+    single = [decode_s(ROUND, s, k, tensor_parallel_size=2) for s, k in zip(seqs, kv, strict=True)]
     assert together.shape == (3,) and together == pytest.approx(np.array(single))
     assert (np.diff(together) > 0).all()
 
 
 def test_fewer_kv_entries_take_less_time_and_batches_pay():
-    full, half = decode_step_s(ROUND, LLAMA, 8, np.array([80_000, 40_000]))
+    full, half = decode_s(ROUND, 8, np.array([80_000, 40_000]))
     assert half < full
-    rate = [c / decode_step_s(ROUND, LLAMA, c, c * 1000) for c in (1, 8, 64)]
+    rate = [c / decode_s(ROUND, c, c * 1000) for c in (1, 8, 64)]
     assert rate[0] < rate[1] < rate[2] < 64 * rate[0]
 
 
-def test_mixed_steps_add_up():
-    both = add_work(decode_work(3, 900), prefill_work(100, 50))
-    assert (both.num_seqs, both.num_new_tokens) == (3, 53)
-    assert (both.kv_read_tokens, both.moved_tokens) == (1050, 0)
-    assert both.attn_pairs == 900 + 50 * 100 + 1275
-    # Weights are read once for both, so together is cheaper than apart.
+def test_a_mixed_step_is_cheaper_than_its_parts_apart():
+    """Weights are read once for both."""
+    both = StepWork(num_seqs=3, num_new_tokens=53, kv_read_tokens=1050, attn_pairs=900 + 6275)
     apart = step_time_s(ROUND, LLAMA, decode_work(3, 900)) + step_time_s(
-        ROUND, LLAMA, prefill_work(100, 50)
+        ROUND, LLAMA, prompt(50, 100)
     )
     assert step_time_s(ROUND, LLAMA, both) < apart
 
@@ -116,24 +109,12 @@ def test_ranks_share_the_work_and_pay_for_the_link():
         step_time_s(ROUND, LLAMA, decode, tensor_parallel_size=3)
 
 
-def test_prefill_time():
-    whole = prefill_time_s(ROUND, LLAMA, 4096)
-    assert whole == pytest.approx(float(step_time_s(ROUND, LLAMA, prefill_work(0, 4096, 1))))
-    assert prefill_time_s(ROUND, LLAMA, 8192) > 2 * whole  # attention grows with the square
-    # Small chunks read the weights again and again.
-    assert prefill_time_s(ROUND, LLAMA, 4096, chunk_tokens=64) > 2 * whole
-    with pytest.raises(ConfigError, match="--prompt-len 0"):
-        prefill_time_s(ROUND, LLAMA, 0)
-    with pytest.raises(ConfigError, match="--max-num-batched-tokens 0"):
-        prefill_time_s(ROUND, LLAMA, 5, chunk_tokens=0)
-
-
 def test_faster_devices_are_faster():
-    times = [decode_step_s(load_profile(name), LLAMA, 8, 64_000)
+    times = [decode_s(load_profile(name), 8, 64_000)
              for name in ("l4", "a100-80g", "h100-80g", "h200", "b200")]  # fmt: skip
     assert times == sorted(times, reverse=True)
     # An H100 decodes an 8B model alone at a hundred-odd tokens a second, not ten or a thousand.
-    assert 0.005 < decode_step_s(load_profile("h100-80g"), LLAMA, 1, 1000) < 0.010
+    assert 0.005 < decode_s(load_profile("h100-80g"), 1, 1000) < 0.010
 
 
 def test_profile_files(tmp_path):

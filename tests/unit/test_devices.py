@@ -8,19 +8,22 @@ import json
 import pytest
 
 from vtoken.errors import ConfigError, UnsupportedError
-from vtoken.experiments.devices import (
+from vtoken.experiments.planning.devices import (
     DEFAULT_OVERHEAD,
     GIB,
     OverheadRule,
     get_device,
-    get_model_shape,
-    known_devices,
-    known_models,
+    load_devices,
     need_memory,
     plan_memory,
 )
-from vtoken.experiments.environment import host_memory_bytes
-from vtoken.experiments.model_shapes import ARCHITECTURES, derived_num_params
+from vtoken.experiments.planning.model_shapes import (
+    ARCHITECTURES,
+    derived_num_params,
+    get_model_shape,
+    load_models,
+)
+from vtoken.experiments.report.environment import host_memory_bytes
 
 H100 = get_device("h100-80g")
 LLAMA = get_model_shape("meta-llama/Llama-3.1-8B")
@@ -147,7 +150,7 @@ def test_overhead_rule_has_one_form():
 
 
 def test_every_device_is_complete_and_distinct():
-    devices = known_devices()
+    devices, _ = load_devices()
     assert {
         "a10", "l4", "l40s", "a100-40g", "a100-80g", "h100-80g", "h200", "b200", "mi300x", "cpu",
     } <= set(devices)  # fmt: skip
@@ -169,9 +172,9 @@ def test_device_names():
         get_device("toaster")
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("name", load_models())
 def test_published_parameter_counts_follow_from_the_shapes(name):
-    shape = known_models()[name]
+    shape, _ = load_models()[name]
     assert derived_num_params(dataclasses.asdict(shape)) == shape.num_params
     assert shape.num_heads % shape.num_kv_heads == 0
     assert shape.architecture in ARCHITECTURES

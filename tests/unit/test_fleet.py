@@ -9,15 +9,15 @@ pytest.importorskip("vllm")
 from test_traces_replay import NAIVE, NATIVE, VTOKEN, setup, trace
 
 from vtoken.errors import ConfigError
-from vtoken.experiments.fleet import (
+from vtoken.experiments.planning.fleet import (
     PrefixAware,
+    calibrate,
     fleet_sentence,
     make_router,
     replay_fleet,
     size_fleet,
 )
-from vtoken.experiments.fleet_model import calibrate
-from vtoken.experiments.traces import Slo
+from vtoken.experiments.planning.trace_replay import Slo
 
 
 def submitted(replay):

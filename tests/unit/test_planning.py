@@ -13,19 +13,19 @@ pytest.importorskip("vllm")
 from vtoken.config import VTokenConfig
 from vtoken.engine.settings import EngineSettings
 from vtoken.errors import ConfigError, UnsupportedError
-from vtoken.experiments.capacity_settings import ScanSettings, Series
-from vtoken.experiments.cost_model import CostProfile, decode_step_s
-from vtoken.experiments.modelled_clock import StepCost
-from vtoken.experiments.planning import (
+from vtoken.experiments.capacity.planned_scan import (
+    PlannedScan,
     boundary_rows,
     case_rows,
     check_score_free,
     need_sentence,
     needs_for,
     plan_for,
-    scan_plan,
-    verify_needs,
 )
+from vtoken.experiments.capacity.scan_options import ScanSettings
+from vtoken.experiments.planning.cost_model import CostProfile
+from vtoken.experiments.planning.modelled_clock import StepCost
+from vtoken.experiments.planning.series import Series
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -43,6 +43,22 @@ def settings(policy="random", *, model=LLAMA, prompt=64, output=192, **engine):
 
 def cost_of(plan):
     return StepCost(profile=CostProfile.from_device(plan.device), model=plan.model)
+
+
+def scan_plan(plan, asked, cost=None):
+    scan = PlannedScan(asked, plan, cost)
+    scan.run()
+    return scan
+
+
+def is_enough(asked, plan, need) -> bool:
+    """Whether a dry run in exactly that pool is feasible."""
+    pool = replace(plan, num_usable_blocks=need.num_blocks, gpu_mem_util=None)
+    one = replace(
+        asked, concurrency=str(need.num_requests), modes=(need.mode,),
+        policies=(need.policy or "random",),
+    )  # fmt: skip
+    return scan_plan(pool, one).result.is_feasible
 
 
 def frontier(scan):
@@ -63,7 +79,7 @@ def test_scan_finds_what_arithmetic_says_and_models_throughput():
         r.point for r in scan.result.main.runs if r.point.mode == "native" and r.point.feasible
     )
     # 192 decode steps of C requests, give or take prefill and growing contexts.
-    step_s = decode_step_s(cost_of(plan).profile, plan.model, native.concurrency, 0)
+    step_s = cost_of(plan).decode_s(native.concurrency, 0)
     assert native.output_throughput == pytest.approx(native.concurrency / step_s, rel=0.1)
 
 
@@ -75,10 +91,8 @@ def test_needs_are_enough_and_one_request_more_is_not():
     assert by_mode["native"].blocks_per_request == 16 == by_mode["naive"].blocks_per_request
     assert by_mode["vtoken"].blocks_per_request < 12
     assert by_mode["vtoken"].gpu_mem_util < by_mode["native"].gpu_mem_util <= 1
-    checked = verify_needs(asked, plan, needs)
-    assert all(need.verified for need in checked)
-    smaller = [replace(needs[0], num_blocks=needs[0].num_blocks - 1)]
-    assert verify_needs(asked, plan, smaller)[0].verified is False
+    assert all(is_enough(asked, plan, need) for need in needs)
+    assert not is_enough(asked, plan, replace(needs[0], num_blocks=needs[0].num_blocks - 1))
     sentence = need_sentence(needs, plan)
     assert "4 requests of 256 tokens" in sentence and "modelled" in sentence
 
@@ -142,9 +156,7 @@ def test_published_table_has_cases_that_agree_with_the_paper():
 
 
 def test_series_without_eviction_needs_full_blocks():
-    from vtoken.experiments.planning import peak_blocks
-
-    assert peak_blocks(settings(), Series("indirection", ""), 257, 16) == 17
+    assert settings().blocks_per_request(Series("indirection", ""), 257, 16) == 17
 
 
 def test_boundary_is_set_against_the_modes_own_peak():

@@ -12,14 +12,15 @@ from drawn_axes import keep_axes
 pytest.importorskip("matplotlib")
 
 from vtoken.errors import ConfigError
-from vtoken.experiments import plots
+from vtoken.experiments.report import bar_plots, plots
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    return keep_axes(monkeypatch, plots)
+    seen = keep_axes(monkeypatch, plots)
+    return keep_axes(monkeypatch, bar_plots, seen)
 
 
 def point(mode, concurrency, feasible=True, policy="random", **extra):
@@ -62,7 +63,7 @@ def test_every_plot_is_a_real_image(tmp_path, drawn):
     rows = [dict(p, p95_e2el_ms=1000.0, vtoken_memory_utilization=0.6, time_s=1, blocks=5,
                  budget_frac=0.5, accuracy=0.4, max_concurrency=3) for p in POINTS]  # fmt: skip
     made = [
-        plots.frontier_bars(rows, tmp_path / "a.png", ideal=9),
+        plots.frontier_bars(rows, tmp_path / "a.png"),
         plots.throughput_by_concurrency(rows, tmp_path / "b.png"),
         plots.block_demand(rows, tmp_path / "c.png", pool_blocks=100),
         plots.demand_over_time(rows, tmp_path / "d.png", pool_blocks=100),
@@ -98,11 +99,11 @@ def test_frontier_bars(tmp_path, drawn):
         {"mode": "native", "policy": "", "max_concurrency": 6},
         {"mode": "naive", "policy": "random", "max_concurrency": 0},
     ]
-    plots.frontier_bars(rows, tmp_path / "f.png", ideal=13)
+    plots.frontier_bars(rows, tmp_path / "f.png")
     (axes,) = drawn
     assert [bar.get_height() for bar in axes.patches] == [6, 0, 12]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["native", "naive", "vtoken"]
-    assert {"6", "0", "12", "packed ideal: 13"} <= set(texts(axes))
+    assert {"6", "0", "12"} <= set(texts(axes))
     assert axes.get_ylim()[1] > 13
     assert "modelled" not in axes.get_title(loc="left")
 
@@ -217,7 +218,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
 
 def test_importing_plots_does_not_import_matplotlib_and_drawing_needs_no_pyplot(tmp_path):
     code = (
-        "import sys; from vtoken.experiments import plots as p; a = 'matplotlib' in sys.modules; "
+        "import sys; from vtoken.experiments.report import plots as p; a = 'matplotlib' in sys.modules; "
         f"p.frontier_bars([], {str(tmp_path / 'f.png')!r}); "
         "print(a, 'matplotlib.pyplot' in sys.modules)"
     )

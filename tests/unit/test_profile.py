@@ -15,6 +15,7 @@ from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
 from vtoken.experiments.profile import kernels as kernel_suite
 from vtoken.experiments.profile.boundaries import ATTENTION, OURS, PHASES, SCORES, overrides
+from vtoken.experiments.profile.chrome_trace import write_trace
 from vtoken.experiments.profile.metadata import LookupCounts, arrays_of, num_bytes
 from vtoken.experiments.profile.overhead import (
     WARM_UP_STEPS,
@@ -22,14 +23,14 @@ from vtoken.experiments.profile.overhead import (
     pair_rows,
     paired_steps,
 )
-from vtoken.experiments.profile.rows import fit_slope, make_row, median_interval
+from vtoken.experiments.profile.profile_options import ProfileSettings
+from vtoken.experiments.profile.rows import fit_slope, make_row
 from vtoken.experiments.profile.run import ProfileResult, run_profile, write_plots
 from vtoken.experiments.profile.running import Engines, staggered
-from vtoken.experiments.profile.settings import ProfileSettings
+from vtoken.experiments.profile.show import answer_lines, tables
 from vtoken.experiments.profile.step import StepProfile, stock_ms
 from vtoken.experiments.profile.timer import REST, PhaseTimer, StepTimes
-from vtoken.experiments.profile.trace import write_trace
-from vtoken.experiments.profile.view import answer_lines, tables
+from vtoken.experiments.report.statistics import median_interval
 
 
 class Clock:

@@ -12,8 +12,8 @@ from vtoken.experiments.profile import scale
 from vtoken.experiments.profile.boundaries import OURS, watch_engine
 from vtoken.experiments.profile.metadata import device_rows, host_bytes
 from vtoken.experiments.profile.overhead import measure_events, watch_steps
+from vtoken.experiments.profile.profile_options import ProfileSettings
 from vtoken.experiments.profile.running import start_requests, stop_requests
-from vtoken.experiments.profile.settings import ProfileSettings
 from vtoken.experiments.profile.step import price_of_scores, profile_steps
 from vtoken.experiments.profile.timer import PhaseTimer
 

@@ -10,12 +10,13 @@ pytest.importorskip("vllm")
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
-from vtoken.experiments.capacity_settings import Series
-from vtoken.experiments.cost_model import CostProfile
-from vtoken.experiments.devices import get_device, get_model_shape, plan_memory
-from vtoken.experiments.modelled_clock import StepCost
-from vtoken.experiments.replicas import Replica
-from vtoken.experiments.traces import Slo, TraceSetup, replay_trace, trace_sentence
+from vtoken.experiments.planning.cost_model import CostProfile
+from vtoken.experiments.planning.devices import get_device, plan_memory
+from vtoken.experiments.planning.model_shapes import get_model_shape
+from vtoken.experiments.planning.modelled_clock import StepCost
+from vtoken.experiments.planning.replicas import Replica
+from vtoken.experiments.planning.series import Series
+from vtoken.experiments.planning.trace_replay import Slo, TraceSetup, replay_trace, trace_sentence
 from vtoken.workloads.request import WorkloadRequest
 
 NATIVE, NAIVE, VTOKEN = (

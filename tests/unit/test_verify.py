@@ -248,7 +248,7 @@ def test_tally_has_one_row_for_each_invariant() -> None:
 
 def test_quality_numbers() -> None:
     pytest.importorskip("rouge_score", reason="rouge-score is not installed")
-    from vtoken.experiments.quality import Pair, summarize
+    from vtoken.experiments.bench.paired_outputs import Pair, summarize
 
     same = Pair("a", [1, 2, 3], [1, 2, 3], "the cat sat", "the cat sat", "the cat sat here")
     other = Pair("b", [1, 2, 3, 4], [1, 9], "one two three four", "one six", "one two three four")
@@ -263,7 +263,7 @@ def test_quality_numbers() -> None:
 
 def test_what_the_command_runs() -> None:
     from vtoken_cli.commands.verify import DEFAULT_EVENTS, DEFAULT_PAIRS, _what_to_run
-    from vtoken_cli.options import Run
+    from vtoken_cli.given import Run
     from vtoken_cli.output import Output
 
     def plan(vtoken=None, **own):

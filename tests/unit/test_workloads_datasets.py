@@ -114,10 +114,6 @@ def test_sharegpt_joins_all_turns(tmp_path):
     assert request.prompt.startswith("User: first question\n\nAssistant: first answer\n\nUser:")
     assert request.prompt.endswith("second question\n\nAssistant:")
     assert request.output_len == 6
-    (request,) = load_sharegpt(path, Words(), turns="all", chat_template=True)
-    assert request.prompt.endswith("<user> second question </> <assistant> ")
-    # The template brings its own special tokens: no second BOS.
-    assert request.prompt_token_ids[0] != 1
 
 
 def test_sharegpt_output_len_overrides_the_answer_and_its_minimum(tmp_path):
@@ -207,16 +203,10 @@ def test_longbench_puts_context_first_and_keeps_answers(tmp_path):
     assert request.dataset == "d" and request.request_id == "q1" and request.output_len == 64
 
 
-def test_longbench_template_and_chat_frame(tmp_path):
+def test_longbench_braces_inside_the_data_are_data(tmp_path):
     path = write(tmp_path / "l.jsonl", ROW | {"context": "a {input} b"}, lines=True)
-    (request,) = load_longbench(
-        path, Words(), template="Q {input} C {context}", chat_template=True, output_len=3
-    )
-    # A brace inside the data is data, even where it looks like a field.
-    assert request.prompt == "<user> Q what is it C a {input} b </> <assistant> "
-    assert request.prompt_token_ids[0] != 1
-    with pytest.raises(ConfigError, match="--prompt-template"):
-        load_longbench(path, Words(), template="{input}")
+    (request,) = load_longbench(path, Words(), output_len=3)
+    assert request.prompt == "a {input} b\n\nwhat is it\nAnswer:"
 
 
 @pytest.mark.parametrize("field", ["input", "context", "answers"])
@@ -280,8 +270,6 @@ def test_detection_and_its_refusals(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=allowed):
             detect_format(tmp_path / name)
-    with pytest.raises(ConfigError, match="did you mean 'sharegpt'"):
-        load_workload(tmp_path / "c.json", Words(), format="sharegtp")
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         load_workload(tmp_path / "c.json")
     with pytest.raises(ConfigError, match="plain text has no requests"):

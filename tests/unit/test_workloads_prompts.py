@@ -34,9 +34,8 @@ def bpe():
 
 
 class Bytes:
-    """One token a byte, after a BOS and with a chat template."""
+    """One token a byte, after a BOS."""
 
-    chat_template = "yes"
     BOS = 256
 
     def encode(self, text, add_special_tokens=True):
@@ -44,9 +43,6 @@ class Bytes:
 
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return f"[user]{messages[0]['content']}[/user]"
 
 
 def first_blocks(requests) -> set[tuple[int, ...]]:
@@ -116,11 +112,11 @@ def test_impossible_prompts_are_refused(bpe):
 def test_random_prompts():
     requests = [
         r for repeat in range(3)
-        for r in random_prompts(50, 32, 8, vocab_size=100, repeat=repeat, forbidden_ids={0, 1, 99})
+        for r in random_prompts(50, 32, 8, vocab_size=100, repeat=repeat)
     ]  # fmt: skip
     assert {len(r.prompt_token_ids) for r in requests} == {32}
     used = {i for r in requests for i in r.prompt_token_ids}
-    assert used <= set(range(2, 99)) and len(used) == 97
+    assert used == set(range(100))
     assert len(first_blocks(requests)) == 150
     # By construction, not by luck: even in a tiny vocabulary they spell (repeat, index).
     tiny = [r for k in range(4) for r in random_prompts(64, 16, 1, vocab_size=4, repeat=k)]
@@ -130,8 +126,8 @@ def test_random_prompts():
         assert max(max(s) for s in spelled) < base
         for i, one in enumerate(spelled):
             assert not any(other[: len(one)] == one for other in spelled[i + 1 :] + spelled[:i])
-    with pytest.raises(ConfigError, match="--vocab-size 2"):
-        random_prompts(1, 32, 1, vocab_size=2, forbidden_ids=[1])
+    with pytest.raises(ConfigError, match="--vocab-size 1"):
+        random_prompts(1, 32, 1, vocab_size=1)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
@@ -172,20 +168,7 @@ def test_needles_sit_where_they_should(bpe):
         assert place == pytest.approx(request.metadata["depth_frac"], abs=0.07)
 
 
-def test_needle_distractors_and_chat_frame():
-    requests = needle_prompts(Bytes(), 3, 2000, num_distractors=3, chat_template=True)
-    for request in requests:
-        assert request.prompt.startswith("[user]Text ") and request.prompt.endswith("[/user]")
-        assert request.prompt.count("The secret code for ") == 4
-        assert request.prompt.count(f"for {request.metadata['key']} is {request.answers[0]}.") == 1
-        assert Bytes.BOS not in request.prompt_token_ids
-
-
 def test_needle_refusals(bpe):
-    with pytest.raises(ConfigError, match="--needle-depth 1.5"):
-        needle_prompts(bpe, 1, 500, depths_frac=[1.5])
-    with pytest.raises(ConfigError, match="--num-distractors 99"):
-        needle_prompts(bpe, 1, 500, num_distractors=99)
     with pytest.raises(ConfigError, match="--prompt-len 20: at least [0-9]+ tokens for a needle"):
         needle_prompts(bpe, 1, 20)
     # Exactly the least length works: a needle and no haystack.
@@ -193,5 +176,3 @@ def test_needle_refusals(bpe):
         needle_prompts(bpe, 1, 20)
     least = int(error.value.allowed.split()[2])
     assert len(needle_prompts(bpe, 1, least)[0].prompt_token_ids) == least
-    with pytest.raises(ConfigError, match="no chat template"):
-        needle_prompts(bpe, 1, 500, chat_template=True)

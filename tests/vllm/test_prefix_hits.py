@@ -9,8 +9,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings, open_engine
 from vtoken.engine.dry import DryEngine, DrySettings
-from vtoken.experiments.capacity_engines import random_scores
-from vtoken.experiments.prefix_table import measure_hits
+from vtoken.experiments.bench.measure import measure
+from vtoken.experiments.planning.dry_engines import random_scores
 from vtoken.workloads import load_workload
 
 pytestmark = pytest.mark.vllm
@@ -37,9 +37,9 @@ def hits(questions, config, concurrency: int) -> dict:
         max_num_seqs=CONCURRENCY,
     )  # fmt: skip
     engine = DryEngine(settings, config, score_source=random_scores)
-    row = measure_hits(engine, questions, max_concurrency=concurrency)
-    assert row["num_requests"] == len(questions) == 70
-    return row
+    values = measure(engine, questions, max_concurrency=concurrency, timed=False).values
+    assert values["completed"] == len(questions) == 70
+    return values
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,10 @@ def test_a_measured_sample(questions):
         enable_prefix_caching=True, max_num_seqs=2, max_num_batched_tokens=8192,
     )  # fmt: skip
     with open_engine(settings, config) as engine:
-        measured = measure_hits(engine, sample, max_concurrency=1)
+        measured = measure(engine, sample, max_concurrency=1).values
         engine.reconfigure(VTokenConfig(mode="indirection"))
-        unreclaimed = measure_hits(engine, sample, max_concurrency=1)
+        engine.reset_prefix_cache()
+        unreclaimed = measure(engine, sample, max_concurrency=1).values
     print(f"\nmeasured: {measured['prefix_hit_frac']:.4f}, {unreclaimed['prefix_hit_frac']:.4f}")
     assert measured["vtoken_evicted_tokens"] > 5_000
     assert abs(measured["prefix_hit_frac"] / unreclaimed["prefix_hit_frac"] - 1) <= 0.02

@@ -5,30 +5,26 @@ from __future__ import annotations
 import pytest
 
 from vtoken.config import VTokenConfig
-from vtoken.experiments.prefix_table import (
-    SharingCase,
-    dry_engines,
-    measure_sharing,
-    prefix_table,
-    show_prefix_table,
-)
+from vtoken.engine import EngineSettings
+from vtoken.engine.dry import DryEngine, DrySettings
+from vtoken.experiments.bench.bench_options import BenchSettings
+from vtoken.experiments.bench.run import run_bench
+from vtoken.experiments.bench.suites.sharing import SharingCase, measure_sharing
 
 pytestmark = pytest.mark.vllm
 
 PREFIX, SUFFIX, OUTPUT = 1024, 1024, 40
-CASE = SharingCase(
-    degree=1, prefix_tokens=PREFIX, suffix_tokens=SUFFIX, output_tokens=OUTPUT, vocab_size=32000
-)
 PREFIX_BLOCKS = PREFIX // 16
 
 
 def table(policy: str, ratio: float, degrees) -> dict[tuple, dict]:
-    limits = {
-        "num_kv_blocks": 1200, "max_model_len": PREFIX + SUFFIX + OUTPUT,
-        "max_num_batched_tokens": PREFIX + max(degrees) * (SUFFIX + OUTPUT),
-    }  # fmt: skip
-    config = VTokenConfig(policy=policy, eviction_ratio=ratio)
-    rows = prefix_table(dry_engines(**limits), config, CASE, degrees)
+    settings = BenchSettings(
+        suites=("sharing",), dry_run=True, policies=(policy,), degrees=tuple(degrees),
+        config=VTokenConfig(eviction_ratio=ratio), engine=EngineSettings(model="tiny-llama"),
+        prefix_len=PREFIX, suffix_len=SUFFIX, output_len=OUTPUT,
+    )  # fmt: skip
+    rows = run_bench(settings).suites["sharing"].rows
+    assert all(r["modelled"] and r["policy"] == policy for r in rows)
     assert all(r["inconsistencies"] == 0 and r["prefix_hit_frac"] == 1.0 for r in rows)
     assert all(r["vtoken_preemptions"] == 0 for r in rows)
     return {(r["sharing_degree"], r["mode"], r["shared_prefix"]): r for r in rows}
@@ -76,8 +72,11 @@ def test_copy_is_better_where_it_pays():
 
 def test_without_hits_nothing_is_shared():
     """The row tells the difference."""
-    limits = {"num_kv_blocks": 400, "max_model_len": 512, "max_num_batched_tokens": 1024}
-    engine = dry_engines(**limits)(VTokenConfig(policy="random"))
+    settings = DrySettings(
+        num_kv_blocks=400, max_model_len=512, max_num_batched_tokens=1024,
+        enable_prefix_caching=True,
+    )  # fmt: skip
+    engine = DryEngine(settings, VTokenConfig(policy="random"))
     case = SharingCase(
         degree=2, prefix_tokens=128, suffix_tokens=128, output_tokens=20, vocab_size=500
     )
@@ -86,4 +85,3 @@ def test_without_hits_nothing_is_shared():
     alone = measure_sharing(engine, case)
     assert shared["prefix_hit_frac"] == 1.0 and alone["prefix_hit_frac"] == 0.0
     assert shared["least_protected_tokens"] == 128 and alone["least_protected_tokens"] == 0
-    assert "128 shared" in show_prefix_table([{**alone, "retained_reduction_frac": 0.1}]).title

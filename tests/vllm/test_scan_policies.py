@@ -12,9 +12,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vtoken.config import VTokenConfig
 from vtoken.engine import EngineSettings
 from vtoken.errors import ConfigError
-from vtoken.experiments.capacity import CapacityScan
-from vtoken.experiments.capacity_settings import ScanSettings
-from vtoken.experiments.planning import check_score_free
+from vtoken.experiments.capacity.planned_scan import check_score_free
+from vtoken.experiments.capacity.scan import CapacityScan
+from vtoken.experiments.capacity.scan_options import ScanSettings
 from vtoken.policies.registry import BUILT_IN
 
 pytestmark = pytest.mark.vllm

@@ -122,7 +122,7 @@ def test_reported_scores_are_those_of_hugging_face(kind, score_queries, hf_model
             np.testing.assert_allclose(got, want[ids], rtol=2e-5, atol=1e-7)
             compared += len(ids)
     assert compared > 500
-    assert engine.hooks.describe()["score_kind"] == kind.value
+    assert engine.hooks.budgets.common.policy.score_kind is kind
 
 
 @pytest.mark.parametrize("score_queries", ["all", 32])

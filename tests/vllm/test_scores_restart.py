@@ -12,7 +12,7 @@ from one_engine import decisions, engine_for, prompts, run, traces
 from test_scores import check_decisions, queries
 
 from vtoken.config import VTokenConfig
-from vtoken.policies.base import ScoreKind
+from vtoken.policies.base import score_window, ScoreKind
 from vtoken.policies.registry import policy_class
 from vtoken.vllm_plugin import plugin
 from vtoken.vllm_plugin.vocabulary import with_vocabulary
@@ -103,9 +103,14 @@ def test_fastgen_knows_the_models_vocabulary(monkeypatch):
     assert sent["special_ids"] == list(policy.special_ids) and mine == {"policy": "fastgen"}
 
 
+def in_force(engine) -> dict[str, object]:
+    step = engine.hooks
+    return score_window(step.budgets.common.policy.score_kind, step.config.score_queries)
+
+
 def test_score_kinds_are_what_the_engine_says():
     engine = engine_for(VTokenConfig(policy="snapkv", score_queries=8), **SETTINGS)
-    assert engine.hooks.describe() == {"score_kind": "window", "prompt_queries": 8}
+    assert in_force(engine) == {"score_kind": "window", "prompt_queries": 8}
     assert engine.runner.vtoken_attention.kind is ScoreKind.WINDOW
     engine = engine_for(VTokenConfig(policy="streaming-llm"), **SETTINGS)
-    assert engine.hooks.describe() == {"score_kind": "none", "prompt_queries": 0}
+    assert in_force(engine) == {"score_kind": "none", "prompt_queries": 0}

@@ -1,25 +1,23 @@
-"""Many clients at once against a running server, through the real `openai` client.
+"""Load on running servers through the real `openai` client: what `vtoken load` does.
 
-    python -m vtoken.server.load http://127.0.0.1:8000 --clients 64 --seconds 120
-
-Each client streams one completion or chat after another, every one with a prompt of its own, and
-counts what came back. Ends with 1 when a request failed, a stream was cut short, or the pool did
-not come back.
+One server: many clients at once. Each streams one completion or chat after another, every one with
+a prompt of its own, and counts what came back. Two servers: time between tokens at concurrency 1,
+asked in turn.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from vtoken.server.terminal import read_state, state_url
 
 TEXT = "the canal ran uphill past seven locks and a mill that ground nothing but slow rain"
 WORDS = TEXT.split()
+_TO_THE_END = {"ignore_eos": True}
 
 
 @dataclass
@@ -46,7 +44,7 @@ class LoadReport:
 
 
 def prompt_of(client: int, number: int, num_words: int) -> str:
-    """A prompt nobody else sends, so that the prefix cache cannot help."""
+    """A prompt that no other request has, so that the prefix cache cannot help."""
     words = (WORDS[(client * 7 + number * 3 + i) % len(WORDS)] for i in range(num_words))
     return f"{client} {number} " + " ".join(words)
 
@@ -100,22 +98,25 @@ def run_load(
 
 
 def _stream(api, model: str, prompt: str, max_tokens: int) -> tuple[int, str | None]:
-    chunks, reason = 0, None
-    for chunk in api.completions.create(
-        model=model, prompt=prompt, max_tokens=max_tokens, stream=True,
-        extra_body={"ignore_eos": True},
-    ):  # fmt: skip
-        chunks += 1
-        reason = chunk.choices[0].finish_reason or reason
-    return chunks, reason
+    return _count_chunks(
+        api.completions.create(
+            model=model, prompt=prompt, max_tokens=max_tokens, stream=True, extra_body=_TO_THE_END
+        )
+    )
 
 
 def _stream_chat(api, model: str, prompt: str, max_tokens: int) -> tuple[int, str | None]:
+    return _count_chunks(
+        api.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens,
+            stream=True, extra_body=_TO_THE_END,
+        )
+    )  # fmt: skip
+
+
+def _count_chunks(stream) -> tuple[int, str | None]:
     chunks, reason = 0, None
-    for chunk in api.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens,
-        stream=True, extra_body={"ignore_eos": True},
-    ):  # fmt: skip
+    for chunk in stream:
         chunks += 1
         reason = chunk.choices[0].finish_reason or reason
     return chunks, reason
@@ -138,33 +139,44 @@ def _pool_when_idle(url: str, api_key: str | None) -> dict:
     return pool
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("url")
-    parser.add_argument("--model", default=None, help="default: the first one the server has")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--prompt-words", type=int, default=40)
-    parser.add_argument("--api-key", default=None)
-    given = parser.parse_args()
-    url = given.url.rstrip("/")
-    model = given.model or _first_model(url, given.api_key)
-    report = run_load(
-        url, model=model, clients=given.clients, seconds=given.seconds,
-        max_tokens=given.max_tokens, prompt_words=given.prompt_words, api_key=given.api_key,
-    )  # fmt: skip
-    print(json.dumps({**asdict(report), "passed": report.passed}, indent=2))
-    return 0 if report.passed else 1
+def paired_gaps_s(
+    urls: tuple[str, str], *, pairs: int, max_tokens: int, api_key: str | None = None
+) -> np.ndarray:
+    """Ask two servers for the same tokens, in alternating order, one request at a time.
+
+    What else the machine does meets both halves of a pair.
+
+    Returns:
+        float64[pairs, 2], median seconds between two chunks of one streamed completion.
+    """
+    import openai
+
+    asked = [
+        (openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none"), first_model(url, api_key))
+        for url in urls
+    ]
+    gaps = np.zeros((pairs, 2))
+    for pair in range(-1, pairs):  # the first one warms up
+        for which in (0, 1) if pair % 2 else (1, 0):
+            gap = _median_gap_s(*asked[which], prompt_of(which, pair + 1, 40), max_tokens)
+            if pair >= 0:
+                gaps[pair, which] = gap
+    return gaps
 
 
-def _first_model(url: str, api_key: str | None) -> str:
+def _median_gap_s(api, model: str, prompt: str, max_tokens: int) -> float:
+    times = [
+        time.perf_counter()
+        for _ in api.completions.create(
+            model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True,
+            extra_body=_TO_THE_END,
+        )
+    ]  # fmt: skip
+    return float(np.median(np.diff(times)))
+
+
+def first_model(url: str, api_key: str | None) -> str:
+    """The first model that a server has."""
     import openai
 
     return openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none").models.list().data[0].id
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,6 +17,7 @@ from vtoken.workloads.request import (
     scale_rate,
     trace_token_ids,
     with_arrivals,
+    with_token_ids,
 )
 from vtoken.workloads.synthetic import needle_prompts, random_prompts, shared_prefix_prompts
 from vtoken.workloads.texts import shipped_texts, text_prompts
@@ -27,4 +28,5 @@ __all__ = [
     "load_azure", "load_longbench", "load_mooncake", "load_prompts", "load_servegen",
     "load_sharegpt", "load_workload", "needle_prompts", "random_prompts", "scale_rate",
     "shared_prefix_prompts", "shipped_texts", "text_prompts", "trace_token_ids", "with_arrivals",
+    "with_token_ids",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ import numpy as np
 from vtoken.errors import ConfigError
 from vtoken.workloads.files import OPTION, bad_row, read_json_rows
 from vtoken.workloads.request import WorkloadRequest, take
-from vtoken.workloads.tokens import Tokenizer, encode, render_chat
+from vtoken.workloads.tokens import Tokenizer, encode
 
 _HUMAN = {"human", "user"}
 _MODEL = {"gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"}
@@ -60,7 +60,6 @@ def load_sharegpt(
     turns: Literal["first", "all"] = "first",
     output_len: int | None = None,
     bounds: LengthBounds = LengthBounds(),
-    chat_template: bool = False,
 ) -> list[WorkloadRequest]:
     """Read conversations as requests.
 
@@ -70,16 +69,13 @@ def load_sharegpt(
         turns: "first" prompts with the first human turn; "all" with everything up to the last
             human turn, so that prompts are as long as conversations get.
         output_len: tokens to generate; None takes the length of the recorded answer.
-        chat_template: wrap the turns in the model's chat template.
 
     Raises:
         ConfigError: the file is not ShareGPT JSON, no row is usable (with the reasons), or fewer
             than `num` are.
     """
     path = Path(path)
-    rows = list(read_json_rows(path))
-    if seed is not None:
-        rows = [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
+    rows = shuffled_rows(path, seed)
     rejected: Counter[str] = Counter()
 
     def usable() -> Iterator[WorkloadRequest]:
@@ -89,7 +85,7 @@ def load_sharegpt(
             if split is None:
                 rejected["no answered human turn"] += 1
                 continue
-            ids, text = _prompt(tokenizer, split[0], chat_template)
+            ids, text = _prompt(tokenizer, split[0])
             if output_len is None:
                 length = len(encode(tokenizer, split[1], special=True))
                 why = bounds.reject(len(ids), length)
@@ -109,6 +105,14 @@ def load_sharegpt(
     if not requests:
         raise no_usable_rows(path, len(rows), rejected)
     return requests
+
+
+def shuffled_rows(path: Path, seed: int | None) -> list[tuple[int, dict]]:
+    """(line number, object) of a dataset; None keeps the order of the file."""
+    rows = list(read_json_rows(path))
+    if seed is None:
+        return rows
+    return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
 
 
 def unique_ids(requests: Iterator[WorkloadRequest]) -> Iterator[WorkloadRequest]:
@@ -169,12 +173,7 @@ def _split(turns: list[tuple[str, str]], which: str) -> tuple[list[tuple[str, st
     return turns[: at + 1], turns[at + 1][1]
 
 
-def _prompt(
-    tokenizer: Tokenizer, turns: list[tuple[str, str]], chat_template: bool
-) -> tuple[list[int], str]:
-    if chat_template:
-        text = render_chat(tokenizer, [{"role": role, "content": value} for role, value in turns])
-        return encode(tokenizer, text, special=False), text
+def _prompt(tokenizer: Tokenizer, turns: list[tuple[str, str]]) -> tuple[list[int], str]:
     if len(turns) == 1:
         text = turns[0][1]
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from vtoken.errors import ConfigError, nearest
+from vtoken.errors import ConfigError
 from vtoken.workloads.chat import conversation_texts, load_sharegpt
 from vtoken.workloads.files import OPTION, read_json_rows, read_text
 from vtoken.workloads.longbench import context_texts, load_longbench, load_prompts
@@ -76,7 +76,6 @@ def load_workload(
     path: str | Path,
     tokenizer: Tokenizer | None = None,
     *,
-    format: str = "auto",
     num: int | None = None,
     **options,
 ) -> list[WorkloadRequest]:
@@ -84,16 +83,13 @@ def load_workload(
 
     Args:
         tokenizer: needed for formats with text.
-        format: one of `FORMATS`, or "auto".
         options: further arguments of that format's loader (`seed`, `output_len`, `bounds`, ...).
 
     Raises:
         ConfigError: from `detect_format` or the loader; plain text, which has no requests in it
             (use `dataset_texts` and `text_prompts`); text without a tokenizer.
     """
-    if format != "auto" and format not in FORMATS:
-        raise ConfigError("--dataset-format", format, nearest(format, (*FORMATS, "auto")))
-    name = detect_format(path) if format == "auto" else format
+    name = detect_format(path)
     if name in TRACE_LOADERS:
         return TRACE_LOADERS[name](path, num=num, **options)
     if name == "text":

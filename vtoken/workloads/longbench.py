@@ -8,20 +8,14 @@ first entry (MT-Bench).
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
-from vtoken.errors import ConfigError
-from vtoken.workloads.chat import NO_BOUNDS, LengthBounds, no_usable_rows, unique_ids
+from vtoken.workloads.chat import NO_BOUNDS, LengthBounds, no_usable_rows, shuffled_rows, unique_ids
 from vtoken.workloads.files import bad_row, read_json_rows
 from vtoken.workloads.request import WorkloadRequest, take
-from vtoken.workloads.tokens import Tokenizer, chat_frame, encode
-
-DEFAULT_TEMPLATE = "{context}\n\n{input}\nAnswer:"
+from vtoken.workloads.tokens import Tokenizer, encode
 
 
 def load_longbench(
@@ -31,25 +25,17 @@ def load_longbench(
     num: int | None = None,
     seed: int | None = None,
     output_len: int = 64,
-    template: str = DEFAULT_TEMPLATE,
     bounds: LengthBounds = NO_BOUNDS,
-    chat_template: bool = False,
 ) -> list[WorkloadRequest]:
     """Read questions about long contexts as requests with known answers.
 
     The context comes first, so rows with the same context share a prefix. Rows outside `bounds`
     are left out, never truncated: a cut could remove the answer.
 
-    Args:
-        template: how context and question are put together; takes {context} and {input}.
-
     Raises:
-        ConfigError: a row lacks a field, the template cannot be filled, no row is usable, or
-            fewer than `num` are.
+        ConfigError: a row lacks a field, no row is usable, or fewer than `num` are.
     """
     path = Path(path)
-    if "{context}" not in template or "{input}" not in template:
-        raise ConfigError("--prompt-template", template, "a text with {context} and {input} in it")
 
     def fill(line: int, row: dict) -> tuple[str, int, tuple[str, ...], dict]:
         context, question, answers = (row.get(key) for key in ("context", "input", "answers"))
@@ -57,13 +43,11 @@ def load_longbench(
             raise bad_row(path, line, 'an object with texts "context" and "input"')
         if not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
             raise bad_row(path, line, 'an object with "answers", a list of texts')
-        # One pass: a "{input}" that stands inside a context is data.
-        parts = {"{context}": context, "{input}": question}
-        text = re.sub(r"\{(?:context|input)\}", lambda field: parts[field[0]], template)
         rest = {k: v for k, v in row.items() if k not in ("context", "input", "answers")}
+        text = f"{context}\n\n{question}\nAnswer:"
         return text, output_len, tuple(answers), rest | {"question": question}
 
-    return _load(path, tokenizer, fill, num, seed, bounds, chat_template)
+    return _load(path, tokenizer, fill, num, seed, bounds)
 
 
 def load_prompts(
@@ -74,7 +58,6 @@ def load_prompts(
     seed: int | None = None,
     output_len: int | None = None,
     bounds: LengthBounds = NO_BOUNDS,
-    chat_template: bool = False,
 ) -> list[WorkloadRequest]:
     """Read JSONL rows with a "prompt" (or "turns") as requests.
 
@@ -97,7 +80,7 @@ def load_prompts(
         rest = {k: v for k, v in row.items() if k not in ("prompt", "output_tokens")}
         return text, length, (), rest
 
-    return _load(path, tokenizer, fill, num, seed, bounds, chat_template)
+    return _load(path, tokenizer, fill, num, seed, bounds)
 
 
 def context_texts(path: str | Path) -> list[str]:
@@ -124,19 +107,14 @@ def _load(
     num: int | None,
     seed: int | None,
     bounds: LengthBounds,
-    chat_template: bool,
 ) -> list[WorkloadRequest]:
-    rows = list(read_json_rows(path))
-    if seed is not None:
-        rows = [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
-    before, after = chat_frame(tokenizer) if chat_template else ("", "")
+    rows = shuffled_rows(path, seed)
     rejected: Counter[str] = Counter()
 
     def usable() -> Iterator[WorkloadRequest]:
         for line, row in rows:
             text, length, answers, rest = fill(line, row)
-            text = before + text + after
-            ids = encode(tokenizer, text, special=not chat_template)
+            ids = encode(tokenizer, text, special=True)
             if why := bounds.reject(len(ids), length):
                 rejected[why] += 1
                 continue

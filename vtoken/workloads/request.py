@@ -146,6 +146,14 @@ def trace_token_ids(
     return (mixed % np.uint64(vocab_size)).astype(np.int64)
 
 
+def with_token_ids(request: WorkloadRequest, *, vocab_size: int, index: int) -> WorkloadRequest:
+    """The request, with made-up token ids where it has none of its own."""
+    if request.prompt_token_ids is not None:
+        return request
+    ids = trace_token_ids(request, vocab_size=vocab_size, index=index)
+    return replace(request, prompt_token_ids=ids.tolist())
+
+
 def _mix64(x: np.ndarray) -> np.ndarray:
     """Finaliser of splitmix64: spreads neighbouring numbers over all 64 bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

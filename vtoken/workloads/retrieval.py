@@ -9,11 +9,14 @@ task, is in synthetic.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from vtoken.errors import ConfigError
 from vtoken.workloads.request import WorkloadRequest
+from vtoken.workloads.synthetic import DEPTHS_FRAC
 from vtoken.workloads.texts import check_lengths
 from vtoken.workloads.tokens import Tokenizer, encode, leading_ids
 
@@ -47,86 +50,16 @@ _HABITS = (
 )
 
 
-def key_value_prompts(
-    tokenizer: Tokenizer,
-    num: int,
-    prompt_len: int,
-    *,
-    output_len: int = 12,
-    seed: int = 0,
-    repeat: int = 0,
-) -> list[WorkloadRequest]:
-    """Pairs of a two-word key and a number; the value of one key is asked for.
-
-    Raises:
-        ConfigError: the prompt is too short for one pair and the question.
-    """  # fmt: skip
-
-    def item(rng: np.random.Generator, taken: set) -> tuple[str, str, str]:
-        key = _draw(rng, taken, lambda: f"{rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}")
-        value = str(rng.integers(10_000, 100_000))
-        return f"{key}: {value}\n", key, value
-
-    return _prompts(
-        "key-value", "Look up the value of a key in this list.\n\n", item,
-        lambda key: f"\nThe value of {key} is\n{key}:", tokenizer, num, prompt_len,
-        output_len, seed, repeat,
-    )  # fmt: skip
+Item = tuple[str, str, str]  # what stands in the prompt, the key that is asked for, the answer
 
 
-def line_prompts(
-    tokenizer: Tokenizer,
-    num: int,
-    prompt_len: int,
-    *,
-    output_len: int = 12,
-    seed: int = 0,
-    repeat: int = 0,
-) -> list[WorkloadRequest]:
-    """Numbered registers, each with a content; the content of one line is asked for.
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """A task: what its prompts begin with, one item of it, the question about a key."""
 
-    Raises:
-        ConfigError: the prompt is too short for one line and the question.
-    """  # fmt: skip
-
-    def item(rng: np.random.Generator, taken: set) -> tuple[str, str, str]:
-        line = _draw(rng, taken, lambda: str(rng.integers(100, 1000)))
-        value = str(rng.integers(10_000, 100_000))
-        return f"line {line}: REGISTER_CONTENT is <{value}>\n", line, value
-
-    return _prompts(
-        "lines", "Below is a record of lines. Remember the content of each line.\n\n", item,
-        lambda line: f"\nTell the content again.\nline {line}: REGISTER_CONTENT is <", tokenizer,
-        num, prompt_len, output_len, seed, repeat,
-    )  # fmt: skip
-
-
-def multidoc_prompts(
-    tokenizer: Tokenizer,
-    num: int,
-    prompt_len: int,
-    *,
-    output_len: int = 12,
-    seed: int = 0,
-    repeat: int = 0,
-) -> list[WorkloadRequest]:
-    """Short documents about people, each with a town; where one of them lives is asked for.
-
-    Raises:
-        ConfigError: the prompt is too short for one document and the question.
-    """  # fmt: skip
-
-    def item(rng: np.random.Generator, taken: set) -> tuple[str, str, str]:
-        name = _draw(rng, taken, lambda: f"{rng.choice(_NAMES)} the {rng.choice(_TRADES)}")
-        town = str(rng.choice(_TOWNS))
-        habits = " ".join(str(h).format(he=name.split()[0]) for h in rng.permutation(_HABITS)[:2])
-        return f"Document: {name}\n{name} lives in {town}. {habits}\n\n", name, town
-
-    return _prompts(
-        "multidoc", "Answer the question from the documents.\n\n", item,
-        lambda name: f"Question: Where does {name} live?\nAnswer: {name} lives in", tokenizer, num,
-        prompt_len, output_len, seed, repeat,
-    )  # fmt: skip
+    head: str
+    item: Callable[[np.random.Generator, set], Item]
+    question: Callable[[str], str]
 
 
 def _draw(rng: np.random.Generator, taken: set, make: Callable[[], str]) -> str:
@@ -139,65 +72,105 @@ def _draw(rng: np.random.Generator, taken: set, make: Callable[[], str]) -> str:
     raise ConfigError("--prompt-len", len(taken), "fewer items: there are no further names")
 
 
-def _prompts(
-    dataset: str,
-    head: str,
-    item: Callable[[np.random.Generator, set], tuple[str, str, str]],
-    question: Callable[[str], str],
+def _pair(rng: np.random.Generator, taken: set) -> Item:
+    key = _draw(rng, taken, lambda: f"{rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}")
+    value = str(rng.integers(10_000, 100_000))
+    return f"{key}: {value}\n", key, value
+
+
+def _line(rng: np.random.Generator, taken: set) -> Item:
+    line = _draw(rng, taken, lambda: str(rng.integers(100, 1000)))
+    value = str(rng.integers(10_000, 100_000))
+    return f"line {line}: REGISTER_CONTENT is <{value}>\n", line, value
+
+
+def _document(rng: np.random.Generator, taken: set) -> Item:
+    name = _draw(rng, taken, lambda: f"{rng.choice(_NAMES)} the {rng.choice(_TRADES)}")
+    town = str(rng.choice(_TOWNS))
+    habits = " ".join(str(h).format(he=name.split()[0]) for h in rng.permutation(_HABITS)[:2])
+    return f"Document: {name}\n{name} lives in {town}. {habits}\n\n", name, town
+
+
+_FORMS = {
+    "key-value": _Form(
+        head="Look up the value of a key in this list.\n\n", item=_pair,
+        question=lambda key: f"\nThe value of {key} is\n{key}:",
+    ),
+    "lines": _Form(
+        head="Below is a record of lines. Remember the content of each line.\n\n", item=_line,
+        question=lambda line: f"\nTell the content again.\nline {line}: REGISTER_CONTENT is <",
+    ),
+    "multidoc": _Form(
+        head="Answer the question from the documents.\n\n", item=_document,
+        question=lambda name: f"Question: Where does {name} live?\nAnswer: {name} lives in",
+    ),
+}  # fmt: skip
+
+
+def retrieval_prompts(
+    task: str,
     tokenizer: Tokenizer,
     num: int,
     prompt_len: int,
-    output_len: int,
-    seed: int,
-    repeat: int,
+    *,
+    output_len: int = 12,
+    seed: int = 0,
+    repeat: int = 0,
 ) -> list[WorkloadRequest]:
-    """Prompts of at most `prompt_len` tokens with as many items as fit; the asked one by turns."""
+    """Prompts of at most `prompt_len` tokens with as many items as fit; the asked one by turns.
+
+    Args:
+        task: `key-value` (two words and a number), `lines` (numbered registers and a content) or
+            `multidoc` (short documents about people, each with a town).
+
+    Raises:
+        ConfigError: the prompt is too short for one item and the question.
+    """
     check_lengths(prompt_len, output_len)
     requests = []
     for index in range(num):
         rng = np.random.default_rng([seed, repeat, index])
+        opening = f"Series {seed}.{repeat}.{index}. {_FORMS[task].head}"
+        place = DEPTHS_FRAC[index % len(DEPTHS_FRAC)]
+        ids, key, value, num_items = _one(tokenizer, task, opening, prompt_len, rng, place)
         requests.append(
-            _one(
-                dataset, f"Series {seed}.{repeat}.{index}. {head}", item, question, tokenizer,
-                prompt_len, output_len, rng, index, f"{dataset}-{repeat}-{index}",
+            WorkloadRequest(
+                request_id=f"{task}-{repeat}-{index}", prompt=tokenizer.decode(ids),
+                prompt_token_ids=ids, prompt_len=len(ids), output_len=output_len,
+                answers=(value,), dataset=task,
+                metadata={"key": key, "num_items": num_items, "depth_frac": place},
             )
         )  # fmt: skip
     return requests
 
 
-_PLACES_FRAC = (0.0, 0.25, 0.5, 0.75, 1.0)
+key_value_prompts = partial(retrieval_prompts, "key-value")
+line_prompts = partial(retrieval_prompts, "lines")
+multidoc_prompts = partial(retrieval_prompts, "multidoc")
 
 
 def _one(
-    dataset, head, item, question, tokenizer, prompt_len, output_len, rng, index, request_id
-) -> WorkloadRequest:  # fmt: skip
-    taken: set[str] = set()
-    items: list[tuple[str, str, str]] = []
-    start = leading_ids(tokenizer) + encode(tokenizer, head, special=False)
+    tokenizer: Tokenizer, task: str, opening: str, prompt_len: int, rng, place: float
+) -> tuple[list[int], str, str, int]:
+    """(token ids, key asked for, answer, number of items) of one prompt."""
+    form, taken = _FORMS[task], set()
+
+    def ids_of(text: str) -> list[int]:
+        return encode(tokenizer, text, special=False)
+
+    start, body = leading_ids(tokenizer) + ids_of(opening), []
+    items: list[Item] = []
+    candidate = form.item(rng, taken)
     # All questions are about as long: the first item's is measured, with a little room.
-    first = item(rng, taken)
-    room = prompt_len - len(start) - len(encode(tokenizer, question(first[1]), special=False)) - 4
-    used, candidate = 0, first
-    while True:
-        length = len(encode(tokenizer, candidate[0], special=False))
-        if used + length > room:
-            break
+    room = prompt_len - len(start) - len(ids_of(form.question(candidate[1]))) - 4
+    while len(body) + len(ids := ids_of(candidate[0])) <= room:
         items.append(candidate)
-        used += length
-        candidate = item(rng, taken)
+        body += ids
+        candidate = form.item(rng, taken)
     if not items:
-        raise ConfigError("--prompt-len", prompt_len, f"more tokens for one item of {dataset}")
-    place = _PLACES_FRAC[index % len(_PLACES_FRAC)]
+        raise ConfigError("--prompt-len", prompt_len, f"more tokens for one item of {task}")
     _, key, value = items[round(place * (len(items) - 1))]
-    body: list[int] = []
-    for text, _, _ in items:
-        body += encode(tokenizer, text, special=False)
-    ids = start + body + encode(tokenizer, question(key), special=False)
-    return WorkloadRequest(
-        request_id=request_id, prompt=tokenizer.decode(ids), prompt_token_ids=ids,
-        prompt_len=len(ids), output_len=output_len, answers=(value,), dataset=dataset,
-        metadata={"key": key, "num_items": len(items), "depth_frac": place},
-    )  # fmt: skip
+    return start + body + ids_of(form.question(key)), key, value, len(items)
 
 
 def answered(output: str, answers: Sequence[str]) -> bool:

@@ -113,14 +113,10 @@ def cut_prompts(
         first_blocks.add(tuple(ids[:MIN_PROMPT_TOKENS]))
         requests.append(
             WorkloadRequest(
-                request_id=request_id,
-                prompt=tokenizer.decode(ids),
-                prompt_token_ids=ids,
-                prompt_len=prompt_len,
-                output_len=output_len,
-                dataset="text",
+                request_id=request_id, prompt=tokenizer.decode(ids), prompt_token_ids=ids,
+                prompt_len=prompt_len, output_len=output_len, dataset="text",
             )
-        )
+        )  # fmt: skip
     if len(first_blocks) < len(requests):
         raise ConfigError(
             "--model", type(tokenizer).__name__,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from vtoken.errors import ConfigError
-
 
 class Tokenizer(Protocol):
     """What is needed of a tokenizer: a `transformers` one, or `tokenizers.Tokenizer`."""
@@ -30,28 +28,3 @@ def leading_ids(tokenizer: Tokenizer) -> list[int]:
         if full[start : start + len(plain)] == plain:
             return full[:start]
     return []
-
-
-def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
-    """What the chat template puts before and after a single user turn.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template.
-    """
-    mark = "USER_TURN_GOES_HERE"
-    rendered = render_chat(tokenizer, [{"role": "user", "content": mark}])
-    before, _, after = rendered.partition(mark)
-    return before, after
-
-
-def render_chat(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
-    """Render a conversation with the tokenizer's chat template, ready for the next answer.
-
-    The text already holds the special tokens: encode it with `special=False`.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("--chat-template", True, "off: this tokenizer has no chat template")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

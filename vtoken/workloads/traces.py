@@ -54,35 +54,21 @@ def load_azure(path: str | Path, *, num: int | None = None) -> list[WorkloadRequ
         ConfigError: missing columns, a value that is not a time or a token count, unsorted
             times, or fewer than `num` rows.
     """
-    path = Path(path)
-    clock = _Clock(path)
-
-    def rows() -> Iterator[WorkloadRequest]:
-        for line, (stamp, context, generated) in read_csv(path, AZURE_COLUMNS):
-            arrival_s = clock.arrival_s(line, _parse_stamp(path, line, stamp))
-            yield _request(path, line, context, generated, arrival_s)
-
-    return _finish(rows(), num, path)
+    return _load_csv(Path(path), AZURE_COLUMNS, _parse_stamp, num)
 
 
 def load_servegen(path: str | Path, *, num: int | None = None) -> list[WorkloadRequest]:
-    """Read requests sampled with ServeGen.
+    """Read requests sampled with ServeGen; raises as `load_azure` does."""
+    return _load_csv(Path(path), SERVEGEN_COLUMNS, _parse_seconds, num)
 
-    Raises:
-        ConfigError: as for `load_azure`.
-    """
-    path = Path(path)
+
+def _load_csv(path: Path, columns: tuple[str, ...], parse_time_s, num: int | None):
     clock = _Clock(path)
-
-    def rows() -> Iterator[WorkloadRequest]:
-        for line, (stamp, prompt, output) in read_csv(path, SERVEGEN_COLUMNS):
-            try:
-                time_s = float(stamp)
-            except ValueError:
-                raise bad_row(path, line, f"seconds in timestamp_s, not {stamp!r}") from None
-            yield _request(path, line, prompt, output, clock.arrival_s(line, time_s))
-
-    return _finish(rows(), num, path)
+    rows = (
+        _request(path, line, prompt, output, clock.arrival_s(line, parse_time_s(path, line, stamp)))
+        for line, (stamp, prompt, output) in read_csv(path, columns)
+    )
+    return _finish(rows, num, path)
 
 
 def load_mooncake(path: str | Path, *, num: int | None = None) -> list[WorkloadRequest]:
@@ -93,32 +79,31 @@ def load_mooncake(path: str | Path, *, num: int | None = None) -> list[WorkloadR
     """
     path = Path(path)
     clock = _Clock(path)
+    rows = (_mooncake_request(path, line, row, clock) for line, row in read_jsonl(path))
+    return _finish(rows, num, path)
 
-    def rows() -> Iterator[WorkloadRequest]:
-        for line, row in read_jsonl(path):
-            if missing := [key for key in MOONCAKE_FIELDS if key not in row]:
-                raise bad_row(
-                    path, line, f"fields {', '.join(MOONCAKE_FIELDS)}; {', '.join(missing)} missing"
-                )
-            time_ms, hashes = row["timestamp"], row["hash_ids"]
-            if isinstance(time_ms, bool) or not isinstance(time_ms, (int, float)):
-                raise bad_row(path, line, f"milliseconds in timestamp, not {time_ms!r}")
-            if not isinstance(hashes, list) or not all(type(h) is int and h >= 0 for h in hashes):
-                raise bad_row(path, line, "hash_ids, a list of whole numbers from 0")
-            request = _request(
-                path, line, row["input_length"], row["output_length"],
-                clock.arrival_s(line, time_ms / 1000), tuple(hashes),
-            )  # fmt: skip
-            needed = -(-request.prompt_len // MOONCAKE_BLOCK_TOKENS)
-            if len(hashes) != needed:
-                raise bad_row(
-                    path, line,
-                    f"one hash id for each {MOONCAKE_BLOCK_TOKENS} tokens: {needed} for "
-                    f"{request.prompt_len:,} tokens, found {len(hashes)}",
-                )  # fmt: skip
-            yield request
 
-    return _finish(rows(), num, path)
+def _mooncake_request(path: Path, line: int, row: dict, clock: _Clock) -> WorkloadRequest:
+    if missing := [key for key in MOONCAKE_FIELDS if key not in row]:
+        fields = f"fields {', '.join(MOONCAKE_FIELDS)}; {', '.join(missing)} missing"
+        raise bad_row(path, line, fields)
+    time_ms, hashes = row["timestamp"], row["hash_ids"]
+    if isinstance(time_ms, bool) or not isinstance(time_ms, (int, float)):
+        raise bad_row(path, line, f"milliseconds in timestamp, not {time_ms!r}")
+    if not isinstance(hashes, list) or not all(type(h) is int and h >= 0 for h in hashes):
+        raise bad_row(path, line, "hash_ids, a list of whole numbers from 0")
+    request = _request(
+        path, line, row["input_length"], row["output_length"],
+        clock.arrival_s(line, time_ms / 1000), tuple(hashes),
+    )  # fmt: skip
+    needed = -(-request.prompt_len // MOONCAKE_BLOCK_TOKENS)
+    if len(hashes) != needed:
+        raise bad_row(
+            path, line,
+            f"one hash id for each {MOONCAKE_BLOCK_TOKENS} tokens: {needed} for "
+            f"{request.prompt_len:,} tokens, found {len(hashes)}",
+        )  # fmt: skip
+    return request
 
 
 def _finish(rows: Iterator[WorkloadRequest], num: int | None, path: Path) -> list[WorkloadRequest]:
@@ -154,6 +139,13 @@ def _tokens(path: Path, line: int, what: str, value: object) -> int:
     if type(value) is not int or value < 1:
         raise bad_row(path, line, f"a whole number of {what} tokens of at least 1, not {value!r}")
     return value
+
+
+def _parse_seconds(path: Path, line: int, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise bad_row(path, line, f"seconds in timestamp_s, not {text!r}") from None
 
 
 _FRACTION = re.compile(r"\.(\d+)")

@@ -9,15 +9,12 @@ import typer
 from vtoken.errors import ConfigError, nearest
 from vtoken.models import MODEL_NAMES, is_prepared, prepare
 from vtoken.models.store import model_dir
-from vtoken_cli.options import Opt, Run, command
+from vtoken_cli.command import command
+from vtoken_cli.given import Run
+from vtoken_cli.options import Opt
 
-_ABOUT = {
-    "smollm2-135m": "SmolLM2-135M-Instruct, from a wheel of 89 MiB, Apache-2.0",
-    "tiny-llama": "generated, 2 layers, for tests",
-    "tiny-mistral": "generated, 2 layers, for tests",
-    "tiny-qwen2": "generated, 2 layers, for tests",
-    "tiny-gemma": "generated, 2 layers, for tests",
-}
+_ABOUT = {"smollm2-135m": "SmolLM2-135M-Instruct, from a wheel of 89 MiB, Apache-2.0"}
+_ABOUT_OTHERS = "generated, 2 layers, for tests"
 
 models = typer.Typer(rich_markup_mode=None, help="List, prepare and locate the embedded models.")
 _NAME = Opt("name", positional=True, help=f"One of {', '.join(MODEL_NAMES)}.")
@@ -34,7 +31,7 @@ def list_models(run: Run) -> None:
             "prepared": is_prepared(name),
             "path": str(model_dir(name)),
             "size_bytes": _size_bytes(model_dir(name)) if is_prepared(name) else None,
-            "about": _ABOUT[name],
+            "about": _ABOUT.get(name, _ABOUT_OTHERS),
         }
         for name in MODEL_NAMES
     ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from vtoken.errors import ConfigError
-from vtoken_cli.options import ENGINE, VTOKEN, Opt, Run, command
+from vtoken_cli.command import command
+from vtoken_cli.given import Run
+from vtoken_cli.options import Opt, shared_rows
 from vtoken_cli.parsers import count, text
 
 OWN = (
@@ -16,11 +17,8 @@ OWN = (
     Opt("no_status_page", switch=True, help="No pages at /vtoken and /vtoken/state."),
 )  # fmt: skip
 
-_DEFAULTS = {"evict_when": "pressure"}
-_SHARED = [replace(row, default=_DEFAULTS.get(row.key, row.default)) for row in (*VTOKEN, *ENGINE)]
 
-
-@command(OWN[0], *_SHARED, *OWN[1:], starts_engine=True)
+@command(OWN[0], *shared_rows(evict_when="pressure"), *OWN[1:], starts_engine=True)
 def serve(run: Run) -> None:
     """Serve a model with the OpenAI API: vLLM's own server with vToken in it.
 
@@ -51,11 +49,7 @@ def serve(run: Run) -> None:
 
 
 def engine_settings(run: Run) -> dict:
-    """The engine's settings, with the model from either place.
-
-    Raises:
-        ConfigError: two different models.
-    """
+    """The engine's settings, with the model from either place."""
     named = run.own.get("model_name")
     if named and run.engine.get("model", named) != named:
         raise ConfigError("--model", run.engine["model"], f"MODEL says {named}; give one of them")

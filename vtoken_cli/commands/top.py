@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from vtoken_cli.options import Opt, Run, command
+from vtoken_cli.command import command
+from vtoken_cli.given import Run
+from vtoken_cli.options import Opt
 from vtoken_cli.parsers import duration_s, integer, text
 
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtoken.errors import InvariantViolation
-from vtoken_cli.options import ENGINE, VTOKEN, Opt, Run, command
+from vtoken_cli.command import command
+from vtoken_cli.delivery import deliver
+from vtoken_cli.given import Run
+from vtoken_cli.options import ENGINE, VTOKEN, Opt
 from vtoken_cli.parsers import choice, count
 
 if TYPE_CHECKING:
@@ -40,7 +43,8 @@ def verify(run: Run) -> None:
     Without options: invariants and masked-reference equality over all policies, layouts, two block
     sizes, prefix caching on and off, and both schedulers. Exit code 1: something is violated.
     """
-    from vtoken.experiments.results import collect_environment, utc_now
+    from vtoken.experiments.report.environment import collect_environment
+    from vtoken.experiments.report.results import utc_now
     from vtoken.models import resolve_model
     from vtoken.verify.findings import Report
     from vtoken.verify.matrix import layouts_of
@@ -114,7 +118,7 @@ def _run_suites(run: Run, plan: dict, report: Report, model: str, model_path: st
         with run.out.progress(len(suites.LIVE_FAULTS), "faults") as bar:
             suites.run_faults(report, settings, advance=lambda text: bar.advance(text=text))
     if "quality" in plan and report.violation is None:
-        from vtoken.experiments.quality import run_quality
+        from vtoken.experiments.bench.paired_outputs import run_quality
 
         with run.out.progress(None, "quality") as bar:
             report.quality = run_quality(
@@ -142,19 +146,16 @@ def _coverage(run: Run, report: Report, base: dict, user: dict, model_path: str,
 
 def _finish(run, report, config, environment, started_at, seconds) -> None:
     """Show, write, and end with the right exit code."""
+    from vtoken.experiments.report.results import make_result, plain
     from vtoken.checks.report import save_report
-    from vtoken.experiments.results import make_result, plain, save_result
     from vtoken.verify.show import show_report
 
     sections = report.sections() | {"duration_s": seconds}
     result = make_result(
         "verify", config, environment=environment, started_at=started_at, **sections
     )
-    run.out.print(*show_report(report, seconds))
-    run.out.result(plain(result))
-    if run.output_dir is not None:
-        tables = {n: sections[n] for n in ("invariants", "coverage", "faults") if n in sections}
-        save_result(result, run.output_dir, tables)
+    tables = {n: sections[n] for n in ("invariants", "coverage", "faults") if n in sections}
+    deliver(run, plain(result), tables=tables, shown=show_report(report, seconds), files=None)
     if report.violation is not None:
         path = save_report(report.violation.report, run.output_dir or Path("."))
         run.out.warn(f"report: {path}; run it again with: vtoken verify --replay {path}")

@@ -1,5 +1,5 @@
 """Runs requests on an engine that is not ours; started in another environment by
-`vtoken.experiments.bench.peers`.
+`vtoken.experiments.bench.suites.peers`.
 
     python peer_runner/__main__.py stock|openvino|openvino-eviction|kvpress SETTINGS_JSON
 

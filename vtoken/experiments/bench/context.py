@@ -5,19 +5,21 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vtoken.engine import StepEngine, open_engine
 from vtoken.errors import ConfigError
+from vtoken.experiments.bench.bench_options import DEFAULT_POLICIES, BenchSettings, Case
 from vtoken.experiments.bench.journal import Journal
-from vtoken.experiments.bench.pairing import BenchListener, PairRunner
-from vtoken.experiments.bench.session import Pool, Session
-from vtoken.experiments.bench.settings import DEFAULT_POLICIES, BenchSettings, Case
-from vtoken.experiments.bench.workloads import Workload, make_workload
-from vtoken.experiments.capacity_engines import open_dry_engine
-from vtoken.experiments.capacity_pool import find_shape
-from vtoken.experiments.model_shapes import ModelShape
+from vtoken.experiments.bench.named_workloads import Workload, make_workload
+from vtoken.experiments.bench.open_engines import Pool, Session
+from vtoken.experiments.bench.pairing import PairRunner
+from vtoken.experiments.planning.dry_engines import open_dry_engine
+from vtoken.experiments.planning.find_model import find_shape, load_tokenizer
+from vtoken.experiments.planning.model_shapes import ModelShape
+from vtoken.experiments.report.listener import Bar, Listener
+from vtoken.modes import EVICTING_MODES, MODES
 from vtoken.units import cdiv
 
 PROMPT_LEN, OUTPUT_LEN = 128, 64  # of workloads that have no lengths, where none are given
@@ -52,13 +54,15 @@ class Context:
         self,
         settings: BenchSettings,
         journal: Journal,
-        listener: BenchListener,
+        listener: Listener,
+        bar: Bar,
         *,
         open_real: Callable[..., StepEngine] = open_engine,
         open_dry: Callable[..., StepEngine] = open_dry_engine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings, self.journal, self.listener = settings, journal, listener
+        self.settings, self.journal = settings, journal
+        self.listener, self.bar = listener, bar
         self._open_real, self._open_dry, self.clock = open_real, open_dry, clock
         self._shape: ModelShape | None = None
         self._model = settings.engine.model
@@ -71,11 +75,7 @@ class Context:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's shape.
-
-        Raises:
-            ConfigError: no such model.
-        """
+        """The model's shape."""
         if self._shape is None:
             self._shape, self._model = find_shape(
                 self.settings.engine.model, needs_weights=not self.settings.dry_run
@@ -88,21 +88,9 @@ class Context:
         return self._model
 
     def tokenizer(self):
-        """The model's tokenizer.
-
-        Raises:
-            ConfigError: it has none.
-        """
+        """The model's tokenizer."""
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self.model_path)
-            except (OSError, ValueError) as error:
-                why = str(error).strip().split("\n")[0]
-                raise ConfigError(
-                    "--model", self.settings.engine.model, f"a model with a tokenizer ({why})"
-                ) from None
+            self._tokenizer = load_tokenizer(self.settings.engine.model, self.model_path)
         return self._tokenizer
 
     @property
@@ -172,11 +160,7 @@ class Context:
         return min(self.settings.engine.max_model_len or longest, longest)
 
     def check_length(self, num_tokens: int) -> None:
-        """Refuse requests that the model or the user's own limit does not take.
-
-        Raises:
-            ConfigError: says which.
-        """
+        """Refuse requests that the model or the user's own limit does not take."""
         given, longest = self.settings.engine.max_model_len, self.shape.max_model_len
         if given is not None and given < num_tokens:
             raise ConfigError(
@@ -190,22 +174,29 @@ class Context:
     # ---- engines -----------------------------------------------------------------------------
 
     def session(
-        self, *, max_tokens: int, max_num_seqs: int, caching: bool = False, max_open: int = 2
+        self,
+        *,
+        max_tokens: int,
+        max_num_seqs: int,
+        caching: bool = False,
+        max_open: int = 2,
+        max_batched_tokens: int | None = None,
     ) -> Session:
         """Engines for requests of at most this length."""
         # One more than needed: a request that may fill the model's length counts as one of
         # unknown length, and admission would then depend on what ran before.
         longest = min(max_tokens + 1, self.shape.max_model_len)
+        engine = self.settings.engine
+        if max_batched_tokens is not None:
+            engine = replace(engine, max_num_batched_tokens=max_batched_tokens)
         return Session(
-            self.settings.engine, self.settings.config, max_model_len=longest,
+            engine, self.settings.config, max_model_len=longest,
             max_num_seqs=max_num_seqs, prefix_caching=caching, max_open=max_open,
             dry_run=self.settings.dry_run, open_real=self._open_real, open_dry=self._open_dry,
         )  # fmt: skip
 
     def runner(self, session: Session) -> PairRunner:
-        return PairRunner(
-            self.settings, session, self.journal, self.listener, Path(self._folder.name)
-        )
+        return PairRunner(self.settings, session, self.journal, self.bar, Path(self._folder.name))
 
     def ample_pool(self, num_requests: int, max_tokens: int, block_size: int | None = None) -> Pool:
         """The pool that was given, or one in which nothing is ever short."""
@@ -219,11 +210,11 @@ class Context:
 
     def cases(self, modes: Sequence[str], policies: Sequence[str], **changes) -> list[Case]:
         """Cases in the order of their turns: modes that do not evict once, then by policy."""
-        plain = [Case(mode=mode) for mode in ("native", "indirection") if mode in modes]
+        plain = [Case(mode=mode) for mode in MODES if mode in modes and mode not in EVICTING_MODES]
         evicting = [
             Case(mode=mode, policy=policy, changes=changes)
             for policy in policies
-            for mode in ("naive", "vtoken")
+            for mode in EVICTING_MODES
             if mode in modes
         ]
         return plain + evicting

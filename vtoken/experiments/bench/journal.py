@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vtoken.errors import ConfigError
 from vtoken.experiments.bench.measure import Record
-from vtoken.experiments.results import plain, write_bytes
+from vtoken.experiments.report.results import plain, write_bytes
 
 FILE_NAME = "runs.jsonl"
 _FREE = {"suites", "repeats", "peers", "peer_args"}  # may differ between a run and its resumption

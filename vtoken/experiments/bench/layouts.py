@@ -1,6 +1,6 @@
 """Live tokens per block, watched while requests run, and what chance alone would leave there.
 
-A block is counted while vLLM's row has it, or had it: `naive` gives a block back when its last
+A block is counted while it is in vLLM's block table, or was: `naive` gives a block back when its last
 token dies, and it counts as fully dead from then on. Shares are over blocks with a token in them.
 
 Shape legend: T tokens, B blocks, N block size.
@@ -83,7 +83,7 @@ class LayoutWatch:
         self.over_time.append(row)
 
     def _layout(self, request) -> tuple[np.ndarray, np.ndarray]:
-        """(int[B], int[B]), live tokens and tokens ever written there, by block of the row."""
+        """(int[B], int[B]), live tokens and tokens ever written there, by block of the block table."""
         engine, N = self.engine, self.engine.block_size
         manager = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         blocks = manager.req_to_blocks[request.request_id]

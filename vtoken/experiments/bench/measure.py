@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from vtoken.engine import StepEngine, run_requests
 from vtoken.errors import InvariantViolation
@@ -28,25 +29,30 @@ class Record:
     outputs: dict[str, list[int]] = field(default_factory=dict)
 
 
-class PrefixHits:
-    """Counts prompt tokens that came from the prefix cache, from outside the scheduler."""
+class HitCounter:
+    """Counts prompt tokens that requests found in the prefix cache when they started."""
 
     def __init__(self, engine: StepEngine) -> None:
-        self.scheduler = engine.scheduler
         self.hit_tokens = self.prompt_tokens = 0
-        self._schedule = self.scheduler.schedule
-        self.scheduler.schedule = self._counted
+        self._scheduler = engine.scheduler
 
-    def _counted(self, *args, **kwargs):
-        output = self._schedule(*args, **kwargs)
-        for new in output.scheduled_new_reqs:
-            self.hit_tokens += new.num_computed_tokens
-            self.prompt_tokens += len(new.prompt_token_ids)
-        return output
+    def __enter__(self) -> Self:
+        # Not around `schedule`: that is where observers are, one inside the other.
+        update = self._scheduler._update_after_schedule
 
-    def stop(self) -> float:
-        """Take the wrapper off; the share of prompt tokens that were hits."""
-        self.scheduler.__dict__.pop("schedule", None)
+        def counted(output):
+            self.hit_tokens += sum(r.num_computed_tokens for r in output.scheduled_new_reqs)
+            self.prompt_tokens += sum(len(r.prompt_token_ids) for r in output.scheduled_new_reqs)
+            return update(output)
+
+        self._scheduler._update_after_schedule = counted
+        return self
+
+    def __exit__(self, *exc) -> None:
+        del self._scheduler.__dict__["_update_after_schedule"]
+
+    @property
+    def hit_frac(self) -> float:
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
@@ -85,18 +91,15 @@ def measure(
         if on_tokens is not None:
             on_tokens(num_tokens)
 
-    hits = PrefixHits(engine)
-    try:
+    with HitCounter(engine) as hits:
         run = run_requests(
             engine, requests, max_concurrency=max_concurrency, by_arrival=by_arrival,
             ignore_eos=ignore_eos, on_step=on_step, clock=clock,
         )  # fmt: skip
-    finally:
-        hit_frac = hits.stop()
     if wrong := engine.check_idle():
         raise InvariantViolation("conservation", f"after a run: {wrong[0]}")
     values = _values(run, timed, goodput_ms)
-    values["prefix_hit_frac"] = hit_frac
+    values["prefix_hit_frac"] = hits.hit_frac
     record = Record(values=values)
     if engine.config is not None and engine.config.evicts and not run.counters.evicted_tokens:
         values["note"] = EVICTED_NOTHING

@@ -11,27 +11,18 @@ decides for itself, which the record says.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vtoken.experiments.bench.bench_options import BenchSettings, Case
 from vtoken.experiments.bench.journal import Journal
 from vtoken.experiments.bench.measure import Record, measure
-from vtoken.experiments.bench.session import Pool, Session
-from vtoken.experiments.bench.settings import BenchSettings, Case
-from vtoken.experiments.bench.workloads import WARM_UP_REPEAT, Workload
+from vtoken.experiments.bench.named_workloads import WARM_UP_REPEAT, Workload
+from vtoken.experiments.bench.open_engines import Pool, Session
+from vtoken.experiments.report.listener import Bar
 
 Runs = dict[str, list[Record]]  # by case key, in order of repeats
-
-
-class BenchListener:
-    """Told how a benchmark goes; this one does nothing with it."""
-
-    def stage(self, text: str) -> None:
-        """Something begins or is worth saying."""
-
-    def progress(self, done_tokens: float, total_tokens: float, text: str) -> None:
-        """Output tokens generated so far, of all that are planned now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +72,11 @@ class PairRunner:
         settings: BenchSettings,
         session: Session,
         journal: Journal,
-        listener: BenchListener,
+        bar: Bar,
         folder: Path,
     ) -> None:
         self.settings, self.session, self.journal = settings, session, journal
-        self.listener, self.folder = listener, folder
+        self.bar, self.folder = bar, folder
         self._planned_tokens = self._done_tokens = 0.0
         self._measured_tokens = self._measured_s = 0.0
         self._is_interrupted = False
@@ -107,7 +98,7 @@ class PairRunner:
             left_s = left * self._measured_s / self._measured_tokens
             text += f", about {duration_text(left_s)} left"
         # Never quite done: plans may grow.
-        self.listener.progress(done, max(self._planned_tokens, done + 1), text)
+        self.bar.update(round(done), text, total=round(max(self._planned_tokens, done + 1)))
 
     def note_done(self, num_tokens: float, text: str) -> None:
         """Count work that was announced as done."""
@@ -133,6 +124,16 @@ class PairRunner:
         """Go on with the Ctrl-C that `run` held back."""
         if self._is_interrupted:
             raise KeyboardInterrupt
+
+    def run_all(
+        self, comparisons: Sequence[Comparison], *, watch_layouts: bool = False
+    ) -> Iterator[tuple[Comparison, Runs]]:
+        """Announce all, then run one after the other; after Ctrl-C the runs there are, and no more."""
+        for comparison in comparisons:
+            self.plan_comparison(comparison)
+        for comparison in comparisons:
+            yield comparison, self.run(comparison, watch_layouts=watch_layouts)
+            self.raise_if_interrupted()
 
     def _run_into(self, runs: Runs, comparison: Comparison, watch_layouts: bool) -> None:
         for repeat in range(comparison.first_repeat, comparison.first_repeat + comparison.repeats):
@@ -224,7 +225,7 @@ class PairRunner:
 def _stripped(case: Case) -> Case:
     """The case without what does not change decisions."""
     changes = {k: v for k, v in case.changes.items() if k != "fragmentation_threshold"}
-    return Case(mode=case.mode, policy=case.policy, changes=changes, block_size=case.block_size)
+    return replace(case, changes=changes)
 
 
 def _same_decisions(a: Case, b: Case) -> bool:

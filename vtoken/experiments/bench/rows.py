@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from vtoken.experiments.bench.bench_options import Case
 from vtoken.experiments.bench.measure import Record
-from vtoken.experiments.bench.settings import Case
 
 Row = dict[str, object]
 

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from vtoken.experiments.bench.suites import BenchResult
-
-Row = Mapping[str, object]
-
-
-class Column(NamedTuple):
-    """A column of a table: field, heading, factor, digits; text where digits is None."""
-
-    key: str
-    heading: str
-    factor: float = 1.0
-    digits: int | None = 1
-
+from vtoken.experiments.bench.run import BenchResult
+from vtoken.experiments.report.tables import Column, Row, make_table
+from vtoken.modes import EVICTING_MODES
 
 _HEAD = (
     Column("workload", "workload", digits=None),
@@ -102,53 +91,53 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("eviction", "evicts", digits=None),
         Column("reason", "why not", digits=None),
     ),
+    "elastic": (
+        *_HEAD,
+        Column("concurrency", "C", digits=0),
+        *_LOAD,
+        Column("throughput_over_native", "x native", digits=3),
+        Column("ci95_low", "from", digits=3),
+        Column("ci95_high", "to", digits=3),
+        Column("identical_pairs", "same", digits=0),
+        Column("vtoken_peak_residents", "at once", digits=0),
+        _PREEMPTIONS,
+        Column("vtoken_evicted_tokens", "dropped", digits=0),
+    ),
+    "sharing": (
+        *_HEAD,
+        Column("shared_prefix", "shared", digits=None),
+        Column("retained_blocks", "blocks"),
+        Column("retained_reduction_frac", "below naive %", 100),
+        Column("prefix_hit_frac", "hits %", 100, 0),
+        Column("least_protected_tokens", "protected", digits=0),
+        Column("shared_tokens_skipped", "skipped", digits=0),
+        Column("dropped_blocks", "dropped", digits=0),
+        Column("vtoken_released_blocks", "released", digits=0),
+        Column("copies", "copies", digits=0),
+        Column("copies_declined", "declined", digits=0),
+        Column("cached_prefix_blocks", "cached", digits=0),
+        Column("inconsistencies", "wrong", digits=0),
+    ),
 }
 
 # Terminals are narrow; the HTML page has them.
 _ON_THE_PAGE_ONLY = {
     "vtoken_blocks_fully_dead_frac", "vtoken_blocks_partly_dead_frac",
     "vtoken_blocks_expected_partly_dead_frac", "peer_version", "eviction",
+    "shared_tokens_skipped", "dropped_blocks", "copies_declined",
 }  # fmt: skip
 
 
+def filled_columns(suite: str, rows: Sequence[Row]) -> list[Column]:
+    """The suite's columns that have a value."""
+    return [c for c in COLUMNS[suite] if any(row.get(c.key) not in (None, "") for row in rows)]
+
+
 def suite_table(suite: str, rows: Sequence[Row]):
-    """A Rich table of a suite's rows; columns without a value are left out."""
-    from rich.table import Table
-
-    columns = [
-        c for c in COLUMNS[suite]
-        if c.key not in _ON_THE_PAGE_ONLY and any(row.get(c.key) not in (None, "") for row in rows)
-    ]  # fmt: skip
-    table = Table(title=suite, title_justify="left")
-    for column in columns:
-        table.add_column(
-            column.heading, justify="left" if column.digits is None else "right",
-            no_wrap=column.digits is None,
-        )  # fmt: skip
-    for row in rows:
-        table.add_row(
-            *(_narrow_cell(row, column) for column in columns),
-            style="bold" if row.get("is_selected") else None,
-        )
-    return table
-
-
-def _narrow_cell(row: Row, column: Column) -> str:
-    """`cell` for a terminal: of a dataset its file's name, not the folders."""
-    text = cell(row, column)
-    return text.rpartition("/")[2] if column.key == "workload" else text
-
-
-def cell(row: Row, column: Column) -> str:
-    """A field as text."""
-    value = row.get(column.key)
-    if value is None or value == "":
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if column.digits is None or not isinstance(value, (int, float)):
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    return f"{column.factor * value:,.{column.digits}f}"
+    """A Rich table of a suite's rows; of a dataset its file's name, not the folders."""
+    columns = [c for c in filled_columns(suite, rows) if c.key not in _ON_THE_PAGE_ONLY]
+    shown = [{**row, "workload": str(row["workload"]).rpartition("/")[2]} for row in rows]
+    return make_table(suite, shown, columns, is_bold=lambda row: bool(row.get("is_selected")))
 
 
 def closing_lines(result: BenchResult) -> list[str]:
@@ -164,7 +153,7 @@ def ending_lines(result: BenchResult) -> list[str]:
         f"{row['mode']}, {row['policy']} on {row['workload']}"
         for suite in result.suites.values()
         for row in suite.rows
-        if row.get("note") and row["mode"] in ("naive", "vtoken")
+        if row.get("note") and row["mode"] in EVICTING_MODES
     ]
     if evicted_nothing:
         lines.append("Evicted nothing, being within budget: " + "; ".join(evicted_nothing) + ".")

@@ -98,8 +98,8 @@ def attention_slots(engine) -> int:
 class LookupCounts:
     """Counts, from outside, what the workers' layouts had to do for each request and step.
 
-    append: the request only grew, nothing crosses to the worker. rebuild: its row or its mask is
-    written anew. update: a slot or a length alone.
+    append: the request only grew, nothing crosses to the worker. rebuild: its block table or its
+    mask is written anew. update: a slot or a length alone.
     """
 
     def __init__(self, engine) -> None:

@@ -23,15 +23,16 @@ from vtoken.experiments.profile.boundaries import (
     PLAN,
     watch_engine,
 )
-from vtoken.experiments.profile.rows import Row, Say, make_row, median_interval
+from vtoken.experiments.profile.profile_options import ProfileSettings
+from vtoken.experiments.profile.rows import Row, Say, make_row
 from vtoken.experiments.profile.running import (
     Engines,
     side_by_side,
     start_requests,
     stop_requests,
 )
-from vtoken.experiments.profile.settings import ProfileSettings
 from vtoken.experiments.profile.timer import PhaseTimer
+from vtoken.experiments.report.statistics import median_interval
 
 WARM_UP_STEPS = 4
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

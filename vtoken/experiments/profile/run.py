@@ -6,10 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vtoken.errors import ConfigError
+from vtoken.experiments.profile.chrome_trace import write_trace
+from vtoken.experiments.profile.kernels import run_kernels
+from vtoken.experiments.profile.overhead import run_overhead
+from vtoken.experiments.profile.phase_plots import cost_lines, phase_bars
+from vtoken.experiments.profile.profile_options import ProfileSettings
 from vtoken.experiments.profile.rows import Row, Say
-from vtoken.experiments.profile.settings import ProfileSettings
-from vtoken.experiments.results import utc_now
+from vtoken.experiments.profile.scale import run_scale
+from vtoken.experiments.profile.step import run_step, stock_ms
+from vtoken.experiments.report.plot_style import has_matplotlib
+from vtoken.experiments.report.results import utc_now
 
 
 @dataclass
@@ -32,9 +38,6 @@ def run_profile(settings: ProfileSettings, say: Say) -> ProfileResult:
 
     Args:
         say: called with what is measured next.
-
-    Raises:
-        ConfigError: a setting does not fit the model or the machine.
     """
     result = ProfileResult(settings, utc_now())
     try:
@@ -47,16 +50,7 @@ def run_profile(settings: ProfileSettings, say: Say) -> ProfileResult:
     return result
 
 
-def _overhead(result: ProfileResult, say: Say) -> Iterator[Row]:
-    from vtoken.experiments.profile.overhead import run_overhead
-
-    return run_overhead(result.settings, say)
-
-
 def _step(result: ProfileResult, say: Say) -> Iterator[Row]:
-    from vtoken.experiments.profile.step import run_step, stock_ms
-    from vtoken.experiments.profile.trace import write_trace
-
     profiles, path = result.step_profiles, result.settings.trace
     for profile in run_step(result.settings, say):
         profiles.append(profile)
@@ -65,42 +59,27 @@ def _step(result: ProfileResult, say: Say) -> Iterator[Row]:
         yield from profile.rows(stock_ms(profiles))
 
 
-def _kernels(result: ProfileResult, say: Say) -> Iterator[Row]:
-    from vtoken.experiments.profile.kernels import run_kernels
-
-    return run_kernels(say)
-
-
-def _scale(result: ProfileResult, say: Say) -> Iterator[Row]:
-    from vtoken.experiments.profile.scale import run_scale
-
-    return run_scale(result.settings, say)
-
-
 _SUITES: dict[str, Callable[[ProfileResult, Say], Iterable[Row]]] = {
-    "overhead": _overhead, "step": _step, "kernels": _kernels, "scale": _scale,
-}  # fmt: skip
+    "overhead": lambda result, say: run_overhead(result.settings, say),
+    "step": _step,
+    "kernels": lambda result, say: run_kernels(say),
+    "scale": lambda result, say: run_scale(result.settings, say),
+}
 
 
 def write_plots(result: ProfileResult, folder: Path) -> list[Path]:
     """Draw what there is to draw; nothing where matplotlib is not installed."""
-    from vtoken.experiments.profile.plot import cost_lines, phase_bars
-
+    if not has_matplotlib():
+        return []
     written = []
-    try:
-        if result.step_profiles:
-            written.append(phase_bars(result.step_profiles, folder / "step.png"))
-        scale = [r for r in result.rows.get("scale", ()) if "series" in r and r["value"] > 0]
-        for key, name, unit in (
-            ("num_requests", "running requests", "µs per step above native"),
-            ("context_tokens", "live tokens of the request", "µs per eviction"),
-        ):
-            rows = [r for r in scale if key in r]
-            if rows:
-                path = folder / f"scale_{key}.png"
-                title = f"Scheduler's side: cost by {name}"
-                written.append(cost_lines(rows, key, path, title=title, xlabel=name, ylabel=unit))
-    except ConfigError as error:
-        if error.option != "plots":
-            raise
+    if result.step_profiles:
+        written.append(phase_bars(result.step_profiles, folder / "step.png"))
+    scale = [r for r in result.rows.get("scale", ()) if "series" in r and r["value"] > 0]
+    for key, name, unit in (
+        ("num_requests", "running requests", "µs per step above native"),
+        ("context_tokens", "live tokens of the request", "µs per eviction"),
+    ):
+        if rows := [r for r in scale if key in r]:
+            path, title = folder / f"scale_{key}.png", f"Scheduler's side: cost by {name}"
+            written.append(cost_lines(rows, key, path, title=title, xlabel=name, ylabel=unit))
     return written

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from vtoken.engine import EngineSettings, StepEngine, open_engine
 from vtoken.errors import ConfigError
-from vtoken.experiments.profile.settings import ProfileSettings
+from vtoken.experiments.profile.profile_options import ProfileSettings
 from vtoken.workloads.synthetic import random_prompts
 
 MAX_PREFILL_STEPS = 10_000
@@ -28,9 +28,6 @@ def start_requests(
 
     Returns:
         Their names.
-
-    Raises:
-        ConfigError: they do not all fit at once.
     """
     engine.reset_prefix_cache()  # the prompts are the same every time: no hits from earlier ones
     vocabulary = engine.vllm_config.model_config.get_vocab_size()

@@ -16,12 +16,12 @@ import numpy as np
 
 from vtoken.config import VTokenConfig
 from vtoken.engine.dry import DryEngine, DrySettings
-from vtoken.experiments.capacity_engines import random_scores
+from vtoken.experiments.planning.dry_engines import random_scores
 from vtoken.experiments.profile.boundaries import FINALISE, PLAN, SCORES, watch_scheduler
 from vtoken.experiments.profile.metadata import LookupCounts, device_rows, host_bytes
+from vtoken.experiments.profile.profile_options import ProfileSettings
 from vtoken.experiments.profile.rows import Row, Say, fit_slope, make_row
 from vtoken.experiments.profile.running import side_by_side, start_requests, stop_requests
-from vtoken.experiments.profile.settings import ProfileSettings
 from vtoken.experiments.profile.timer import PhaseTimer
 from vtoken.units import cdiv
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from vtoken.engine import StepEngine
 from vtoken.experiments.profile.boundaries import ATTENTION, PHASES, SCORES, watch_engine
+from vtoken.experiments.profile.profile_options import ProfileSettings
 from vtoken.experiments.profile.rows import Row, Say, make_row
 from vtoken.experiments.profile.running import side_by_side, start_requests, stop_requests
-from vtoken.experiments.profile.settings import ProfileSettings
 from vtoken.experiments.profile.timer import PhaseTimer, Span, StepTimes
-from vtoken.experiments.results import MODES
+from vtoken.modes import MODES
 
 SCORE_PRICE_STEPS, WARM_UP_STEPS = 3, 4
 

@@ -1,0 +1,1 @@
+"""What every experiment writes and draws: result files, the environment, plots, tables."""
