@@ -151,7 +151,7 @@ class CppKernels(CPUKernels):
         check_supported(layout, kv.dtype)
         bases = (c_void_p * len(kvs))(*[layer.data_ptr() for layer in kvs])
         args = CacheArgs(
-            ctypes.cast(bases, c_void_p), slots.data_ptr(), None, None, self._parallel,
+            ctypes.addressof(bases), slots.data_ptr(), None, None, self._parallel,
             slots.numel(), kv.stride(0), kv.stride(1), len(kvs), kv.shape[1], layout.head_size,
             layout.block_size, layout.k_group, DTYPE_CODES[kv.dtype],
         )  # fmt: skip

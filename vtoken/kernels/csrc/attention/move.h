@@ -71,13 +71,14 @@ struct Mover {
 // scores[slot] += sum over heads of the L2 norm of the slot's key, for `count` distinct slots.
 template <class C>
 static void key_norms(const CacheArgs& a) {
+  const int64_t step = a.k_group, D = a.head_size;
   for (int64_t i = 0; i < a.count; i++) {
     const typename C::T* k = (const typename C::T*)a.layers[0] + k_cell(a, a.src[i]);
     float total = 0;
     for (int h = 0; h < a.num_kv_heads; h++, k += a.head_stride) {
       float square[4] = {0, 0, 0, 0};  // four sums: D is a multiple of 16
-      for (int d = 0; d < a.head_size; d++) {
-        const float x = C::get(k[int64_t(d) * a.k_group]);
+      for (int64_t d = 0; d < D; d++) {
+        const float x = C::get(k[d * step]);
         square[d % 4] += x * x;
       }
       total += std::sqrt(square[0] + square[1] + (square[2] + square[3]));
