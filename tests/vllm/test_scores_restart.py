@@ -12,7 +12,7 @@ from one_engine import decisions, engine_for, prompts, run, traces
 from test_scores import check_decisions, queries
 
 from vtoken.config import VTokenConfig
-from vtoken.policies.base import score_window, ScoreKind
+from vtoken.policies.base import ScoreKind, score_window
 from vtoken.policies.registry import policy_class
 from vtoken.vllm_plugin import plugin
 from vtoken.vllm_plugin.vocabulary import with_vocabulary

@@ -146,8 +146,8 @@ def _coverage(run: Run, report: Report, base: dict, user: dict, model_path: str,
 
 def _finish(run, report, config, environment, started_at, seconds) -> None:
     """Show, write, and end with the right exit code."""
-    from vtoken.experiments.report.results import make_result, plain
     from vtoken.checks.report import save_report
+    from vtoken.experiments.report.results import make_result, plain
     from vtoken.verify.show import show_report
 
     sections = report.sections() | {"duration_s": seconds}

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from vtoken.core.budget import peak_tokens
 from vtoken.errors import ConfigError
 from vtoken.experiments.capacity.engines import DryEngines
 from vtoken.experiments.capacity.point import PointRun
