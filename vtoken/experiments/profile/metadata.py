@@ -70,7 +70,7 @@ def host_bytes(hooks) -> int:
 
     The buffers of the compiled operations do not: there is one set of them, whatever is running.
     """
-    return num_bytes(arrays_of(hooks.requests.tables, leave_out=hooks.requests.tables.arena.ops))
+    return num_bytes(arrays_of(hooks.requests.tables))
 
 
 def device_rows(engine) -> Iterator[Row]:
