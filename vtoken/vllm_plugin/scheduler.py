@@ -74,8 +74,10 @@ class VTokenSchedulerMixin:
     def _reserve_prefill_lookahead(self, request, num_computed_tokens, num_new_tokens):
         # vLLM asks this of every request, running or waiting: the place to cut a chunk.
         n = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        if self.vtoken is None or (n <= 1 and not request.is_prefill_chunk):
+        if self.vtoken is None or n == 0:
             return n
+        if n == 1 and request.status is RequestStatus.RUNNING and not request.is_prefill_chunk:
+            return n  # it decodes
         return self.vtoken.cap_chunk(request, num_computed_tokens, n)
 
     def schedule(self, *args, **kwargs):
