@@ -13,6 +13,7 @@ from vtoken.server.stats import StatsSource
 from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.hooks import SchedulerHooks
 from vtoken.vllm_plugin.manager import VTokenManager
+from vtoken.vllm_plugin.progress import ProgressGuard
 from vtoken.vllm_plugin.sizing import config_of
 from vtoken.vllm_plugin.support import check_scheduler_supported
 
@@ -33,6 +34,7 @@ class VTokenSchedulerMixin:
         manager = managers[0]
         assert isinstance(manager, VTokenManager), type(manager)
         self.vtoken = manager.hooks = SchedulerHooks(config, self, manager)
+        self._vtoken_progress = ProgressGuard(self)
         self._vllm_allocate_slots = self.kv_cache_manager.allocate_slots
         # On the instance: allocate_slots does not tell the manager how many tokens are new.
         self.kv_cache_manager.allocate_slots = self._allocate_slots
@@ -81,9 +83,12 @@ class VTokenSchedulerMixin:
         return self.vtoken.cap_chunk(request, num_computed_tokens, n)
 
     def schedule(self, *args, **kwargs):
-        if self.vtoken is not None:
-            self.vtoken.begin_step()
-        return super().schedule(*args, **kwargs)
+        if self.vtoken is None:
+            return super().schedule(*args, **kwargs)
+        self.vtoken.begin_step()
+        output = super().schedule(*args, **kwargs)
+        self._vtoken_progress.end_step()
+        return output
 
     def _update_after_schedule(self, scheduler_output) -> None:
         if self.vtoken is not None:
@@ -98,7 +103,10 @@ class VTokenSchedulerMixin:
         if self._vtoken_stats is not None:
             spent = getattr(model_runner_output, "vtoken_relocation_ns", 0)
             self._vtoken_stats.relocation_ns += spent
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.vtoken is not None and self._vtoken_progress.refused:
+            self._vtoken_progress.explain(outputs)
+        return outputs
 
     def make_stats(self, *args, **kwargs):
         stats = super().make_stats(*args, **kwargs)
@@ -109,9 +117,10 @@ class VTokenSchedulerMixin:
         return stats
 
     def _preempt_request(self, request, *args, **kwargs):
+        super()._preempt_request(request, *args, **kwargs)
         if self.vtoken is not None:
             self.vtoken.counters.preemptions += 1
-        return super()._preempt_request(request, *args, **kwargs)
+            self._vtoken_progress.note_preemption(request)
 
 
 class VTokenScheduler(VTokenSchedulerMixin, Scheduler):
