@@ -134,3 +134,60 @@ def test_what_can_never_be_served_is_ended_with_its_numbers(
     assert finish(engine, 200) == {"large": "error", "behind": "length"}
     assert f"{prompt_tokens} prompt + 60 output tokens need" in caplog.text
     assert "blocks of 4 tokens at their peak, the pool has 8" in caplog.text
+
+
+# ---- the same on the real engine ---------------------------------------------------------------
+
+
+def serve(engine, requests, max_steps: int = 300) -> dict:
+    """vLLM's outputs by request name; fails where there is no end."""
+    from vllm import SamplingParams
+
+    for name, prompt, max_tokens in requests:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        engine.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    found = {}
+    for _ in range(max_steps):
+        if not engine.llm_engine.has_unfinished_requests():
+            assert engine.check_idle() == []
+            return found
+        found |= {o.request_id: o.outputs[0] for o in engine.llm_engine.step() if o.finished}
+    raise AssertionError(f"no end after {max_steps} steps: {list(engine.scheduler.requests)}")
+
+
+FULL_POOL = {
+    "block_size": 32, "num_kv_blocks": 7, "max_model_len": 512, "max_num_batched_tokens": 512,
+    "enable_prefix_caching": True,
+}  # fmt: skip
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("policy", "evict_when"), [("h2o", "pressure"), ("streaming-llm", "always")]
+)
+def test_the_real_engine_serves_a_cached_prompt_that_fills_its_pool(policy, evict_when):
+    from one_engine import engine_for
+
+    config = VTokenConfig(policy=policy, kv_budget_tokens=152, evict_when=evict_when)
+    engine = engine_for(config, **FULL_POOL)
+    prompt = [5 + (j * j) % 97 for j in range(224)]
+    assert set(serve(engine, [("first", prompt, 1)])) == {"first"}
+    again = [("same", prompt, 40), ("one-more", [*prompt, 9], 40), ("later", [4, 5, 6], 5)]
+    found = serve(engine, again)
+    assert [len(found[name].token_ids) for name, _, _ in again] == [40, 40, 5]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("asynchronous", [None, True])
+def test_the_real_engine_tells_the_client_why(asynchronous, monkeypatch):
+    from one_engine import engine_for
+
+    from vtoken.vllm_plugin import requests
+
+    monkeypatch.setattr(requests, "check_request", lambda *args: None)
+    config = VTokenConfig(policy="streaming-llm", kv_budget_tokens=152)
+    engine = engine_for(config, async_scheduling=asynchronous, **FULL_POOL)
+    engine.reconfigure(VTokenConfig(mode="naive", policy="streaming-llm", kv_budget_tokens=152))
+    found = serve(engine, [("large", [5] * 300, 20), ("behind", [4, 5, 6], 5)])
+    assert (found["large"].finish_reason, found["behind"].finish_reason) == ("error", "length")
+    assert "need 10 blocks of 32 tokens at their peak, the pool has 7" in found["large"].stop_reason
