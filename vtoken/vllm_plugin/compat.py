@@ -66,6 +66,10 @@ _WORKER_SIGNATURES = [
      ["self", "kv_cache_config"]),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "sample_tokens",
      ["self", "grammar_output"]),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_sample",
+     ["self", "logits", "spec_decode_metadata"]),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_bookkeeping_sync",
+     ["self", "scheduler_output", "sampler_output"]),
     ("vllm.v1.worker.block_table", "MultiGroupBlockTable", "compute_slot_mapping",
      ["self", "num_reqs", "query_start_loc", "positions"]),
 ]  # fmt: skip

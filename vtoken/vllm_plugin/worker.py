@@ -28,6 +28,30 @@ class VTokenCPUModelRunner(VTokenRunnerV1Mixin, CPUModelRunner):
     def vtoken_move(self, source, destination) -> None:
         self.vtoken_attention.move(source, destination)
 
+    def _sample(self, logits, spec_decode_metadata):
+        # A prompt's chunk that is not its last samples a token which is thrown away: its seeded
+        # generator is put back, so that the tokens that count do not depend on the chunks.
+        before = [(g, g.get_state()) for g in self._discarded_generators().values()]
+        out = super()._sample(logits, spec_decode_metadata)
+        for generator, state in before:
+            generator.set_state(state)
+        return out
+
+    def _bookkeeping_sync(self, *args, **kwargs):
+        # vLLM would rewind these by an offset here, which CPU generators do not have.
+        generators, rewound = self.input_batch.generators, self._discarded_generators()
+        for row in rewound:
+            del generators[row]
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            generators.update(rewound)
+
+    def _discarded_generators(self) -> dict:
+        """Seeded generators of rows whose sampled token is thrown away, by row."""
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        return {i: g for i, g in self.input_batch.generators.items() if discarded[i]}
+
 
 class VTokenCPUWorker(CPUWorker):
     """vLLM's CPU worker."""
