@@ -139,7 +139,7 @@ class SchedulerChecker(Checker):
             return None
         return CheckPlan(self.watched.step_seq, checks, arrivals)
 
-    # ---- what both sides found, for whoever asks -------------------------------------------
+    # ---- what both sides found -------------------------------------------------------------
 
     def note_worker(self, model_runner_output) -> None:
         """Take in the worker's counts, which ride on a step's output where something changed."""
