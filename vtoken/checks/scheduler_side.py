@@ -93,7 +93,7 @@ class SchedulerChecker(Checker):
             return None
         return CheckPlan(self.step.clock.seq, checks, arrivals)
 
-    # ---- what both sides found, for whoever asks -------------------------------------------
+    # ---- what both sides found -------------------------------------------------------------
 
     def note_worker(self, check_counts: dict[str, list[int]] | None) -> None:
         """Take in the worker's counts, which come where something changed."""

@@ -125,7 +125,7 @@ class WorkerModel:
             self._poison(fresh)
 
     def _poison(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks just handed out with numbers that nobody computed."""
+        """Fill blocks just handed out with numbers that no token has."""
         N = self.block_size
         for b in block_ids:
             self._stamp += 1
