@@ -283,7 +283,7 @@ def test_what_the_command_runs() -> None:
 def test_a_replay_that_compared_nothing_is_a_failure(monkeypatch) -> None:
     from vtoken.verify import replay as module
     from vtoken_cli.commands.verify import _replay
-    from vtoken_cli.options import Run
+    from vtoken_cli.given import Run
     from vtoken_cli.output import Output
 
     run = Run(out=Output(), own={"replay": "r.json"})
