@@ -41,6 +41,7 @@ class StepPlan:
         report_req_ids: requests whose scores the worker sends back after this step.
         fresh_blocks: int32, block ids that came from the prefix cache to a request that now holds
             them alone: the scores of their tokens start at zero.
+        check: what a worker's checker compares this step with (`vtoken.verify.plan.CheckPlan`).
     """
 
     step_seq: int
@@ -60,6 +61,17 @@ class StepPlan:
     move_destination: np.ndarray
     report_req_ids: list[str] = field(default_factory=list)
     fresh_blocks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    check: object | None = None
+
+    @classmethod
+    def empty(cls, step_seq: int) -> StepPlan:
+        """A plan that changes nothing."""
+        nothing, _ = _constants(0)
+        ids, slots = np.empty(0, np.int32), np.empty(0, np.int64)
+        return cls(
+            step_seq, [], ids, ids, np.empty(0, bool), nothing, ids, nothing, ids,
+            np.empty(0, np.uint8), nothing, np.empty(0, np.uint8), nothing, slots, slots,
+        )  # fmt: skip
 
     def row_of(self, r: int) -> np.ndarray:
         return self.row_kept[self.row_start[r] : self.row_start[r + 1]]

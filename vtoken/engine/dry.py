@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from vtoken.config import VTokenConfig
+from vtoken.core.events import StepPlan
+from vtoken.core.messages import ScoreReport, WorkerReport
 from vtoken.engine.base import FinishedRequest, StepEngine
 from vtoken.engine.fast_forward import TOKEN, BulkSteps, FastForward
 from vtoken.errors import ConfigError
@@ -172,19 +174,16 @@ class DryEngine(StepEngine):
         )
         plan = getattr(scheduler_output, "vtoken", None)
         if plan is not None and plan.report_req_ids:
-            out.vtoken_scores = self._make_report(plan)
+            out.vtoken = WorkerReport(scores=self._make_scores(plan))
         return out
 
-    def _make_report(self, plan):
-        from vtoken.vllm_plugin.scores import ScoreReport
-
+    def _make_scores(self, plan: StepPlan) -> ScoreReport:
         ids = [self.hooks.reports.ids_asked(r, plan.step_seq) for r in plan.report_req_ids]
         parts = [
             np.asarray(self.score_source(r, plan.step_seq, i), np.float32)
             for r, i in zip(plan.report_req_ids, ids, strict=True)
         ]
-        start = np.concatenate([[0], np.cumsum([len(p) for p in parts])])
-        return ScoreReport(plan.step_seq, list(plan.report_req_ids), start, np.concatenate(parts))
+        return ScoreReport.of_parts(plan.step_seq, plan.report_req_ids, parts)
 
     def _update(self, scheduler_output, model_output):
         outputs = self.scheduler.update_from_output(scheduler_output, model_output)
@@ -253,6 +252,7 @@ def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
         CacheConfig,
         DeviceConfig,
         ModelConfig,
+        ParallelConfig,
         SchedulerConfig,
         VllmConfig,
     )
@@ -261,6 +261,7 @@ def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
 
     from vtoken.vllm_plugin import plugin
     from vtoken.vllm_plugin.manager import VTokenFullAttentionSpec
+    from vtoken.vllm_plugin.support_list import OUR_WORKERS
 
     plugin.register()
     hooked = config is not None and config.hooks_installed
@@ -284,6 +285,7 @@ def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
                 max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
                 is_encoder_decoder=False, async_scheduling=settings.async_scheduling,
             ),
+            parallel_config=ParallelConfig(worker_cls=OUR_WORKERS["cpu"] if hooked else "auto"),
             device_config=DeviceConfig("cpu"),
             additional_config={"vtoken": config.model_dump(exclude_defaults=True)} if hooked else {},
         )  # fmt: skip

@@ -143,13 +143,14 @@ def allow_status_page(wanted: bool) -> bool | str:
         True, or the reason why there will be no page.
     """
     os.environ["VTOKEN_STATUS_PAGE"] = "1" if wanted else "0"
-    if not wanted:
-        return "--no-status-page"
     listed = os.environ.get("VLLM_PLUGINS")
-    if listed is not None:
+    if listed is not None:  # without our name there would be no eviction either
         names = [n for n in listed.split(",") if n]
         if PLUGIN_NAME not in names:
             os.environ["VLLM_PLUGINS"] = ",".join([*names, PLUGIN_NAME])
+    if not wanted:
+        return "--no-status-page"
+    if listed is not None:
         return True
     installed = {ep.name for group in _PLUGIN_GROUPS for ep in entry_points(group=group)}
     pages = {ep.name for ep in entry_points(group=ENDPOINT_GROUP)} - {PLUGIN_NAME}
@@ -191,6 +192,10 @@ def serve(
     """
     # A wrong setting is said at once, not after half a minute of imports.
     VTokenConfig.from_mapping(given).make_policy(block_size=16)
+    from vtoken.vllm_plugin import compat, plugin
+
+    compat.check_version(compat.vllm_version())
+    plugin.register()  # also where vLLM finds no entry point: a source tree that is not installed
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args

@@ -11,8 +11,6 @@ from vtoken.verify.report import ReplayLog, make_report, save_report
 
 logger = logging.getLogger("vllm.vtoken")
 
-CHECK_COUNTS = "vtoken_check_counts"  # attribute of a ModelRunnerOutput
-
 
 def replay_settings(vllm_config) -> dict[str, object]:
     """What an engine of the same behaviour is built from; keys are EngineSettings' fields."""

@@ -21,7 +21,7 @@ from vtoken.core.invariants import (
     check_unique_mapping,
 )
 from vtoken.verify.base import Tally
-from vtoken.verify.checker import CHECK_COUNTS, Checker
+from vtoken.verify.checker import Checker
 from vtoken.verify.plan import Arrival, CheckPlan, RequestCheck
 
 logger = logging.getLogger("vllm.vtoken")
@@ -51,21 +51,6 @@ class _Snapshot:
         return ids, row[physical // block_size] * block_size + physical % block_size
 
 
-def _listen_to_workers(scheduler) -> None:
-    """Hand every step's output to the checker in force; once per scheduler."""
-    if "update_from_output" in vars(scheduler):
-        return
-    update = scheduler.update_from_output
-
-    def heard(scheduler_output, model_runner_output):
-        checker = scheduler.vtoken.checker
-        if checker is not None:
-            checker.note_worker(model_runner_output)
-        return update(scheduler_output, model_runner_output)
-
-    scheduler.update_from_output = heard
-
-
 class SchedulerChecker(Checker):
     """Checks tables, plans and the pool; writes the CheckPlan. Called by `SchedulerHooks`.
 
@@ -81,7 +66,6 @@ class SchedulerChecker(Checker):
         self._num_seen = 0
         self._next_log_s = time.monotonic() + LOG_EVERY_S
         self._logged_events = 0
-        _listen_to_workers(hooks.scheduler)
 
     def before_change(self, req_id: str, state, victims: np.ndarray | None = None) -> None:
         """A request's table is in step and about to be changed by this step's plan."""
@@ -118,9 +102,8 @@ class SchedulerChecker(Checker):
 
     # ---- what both sides found, for whoever asks -------------------------------------------
 
-    def note_worker(self, model_runner_output) -> None:
-        """Take in the worker's counts, which ride on a step's output where something changed."""
-        counts = getattr(model_runner_output, CHECK_COUNTS, None)
+    def note_worker(self, counts: dict[str, list[int]] | None) -> None:
+        """Take in the worker's counts so far; None: its report had no news of them."""
         if counts is not None:
             self.worker_counts = counts
         now = time.monotonic()

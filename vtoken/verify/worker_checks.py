@@ -110,7 +110,8 @@ class WorkerChecker(Checker):
 
     def before_moves(self, runner, scheduler_output) -> None:
         """Hash the layouts of the last step, of all requests that change in this one."""
-        self._plan = plan = getattr(scheduler_output, "vtoken_check", None)
+        sent = getattr(scheduler_output, "vtoken", None)
+        self._plan = plan = None if sent is None else sent.check
         self._step_plan = getattr(scheduler_output, "vtoken", None)
         self._before = {}
         self.log.begin_step(plan.step_seq if plan is not None else self.log.step_seq + 1)

@@ -15,13 +15,18 @@ Legend: R requests, T query rows, S slots of the pool.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vtoken import kernels as vtoken_kernels
-from vtoken.errors import UnsupportedError
+from vtoken.core.messages import ScoreReport
 from vtoken.kernels.scores import (
     ATTENTION_KINDS,
     WINDOW_QUERIES,
@@ -31,11 +36,27 @@ from vtoken.kernels.scores import (
     update_scores,
 )
 from vtoken.policies.base import ScoreKind
-from vtoken.vllm_plugin.scores import ScoreReport
 
 # Pools of up to so many slots are added up as a whole: under 0.1 ms, where listing the live slots
 # of a batch takes several times that.
 ADD_ALL_SLOTS = 1 << 17
+
+
+class VTokenCPUAttentionImpl(CPUAttentionBackendImpl):
+    """vLLM's CPU attention, which a `CPUAttention` may replace or add to."""
+
+    attention: CPUAttention | None = None  # once the KV cache is set up
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *rest, **kwargs):
+        work = None if self.attention is None or attn_metadata is None else self.attention.work
+        if work is None or not work.replaces_stock:
+            out = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *rest, **kwargs
+            )
+            if work is None:
+                return out
+        self.attention.run_layer(self, work, query, kv_cache, output)
+        return output
 
 
 class VTokenCPUAttentionBackend(CPUAttentionBackend):
@@ -45,12 +66,26 @@ class VTokenCPUAttentionBackend(CPUAttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
         return [MultipleOf(16)]
 
+    @staticmethod
+    def get_impl_cls():
+        return VTokenCPUAttentionImpl
 
-def use_small_blocks(layers: dict) -> None:
-    """Let loaded attention layers take block sizes that are multiples of 16."""
-    for layer in layers.values():
-        if layer.attn_backend is CPUAttentionBackend:
-            layer.attn_backend = VTokenCPUAttentionBackend
+
+@contextmanager
+def attention_backend() -> Iterator[None]:
+    """Let the layers that are made in this context have our backend.
+
+    Undone at the end: another engine of this process may run without vToken. vLLM remembers its
+    choices of backends, those made before and in here.
+    """
+    path = f"{__name__}.{VTokenCPUAttentionBackend.__name__}"
+    selector._cached_get_attn_backend.cache_clear()
+    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    try:
+        yield
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
 
 
 def probe(layer) -> vtoken_kernels.KVLayout:
@@ -93,10 +128,6 @@ class CPUAttention:
         self.kernels = vtoken_kernels.load()
         self.layers = list(layers.values())
         first = self.layers[0]
-        if any(getattr(layer.impl, "sinks", None) is not None for layer in self.layers):
-            raise UnsupportedError(
-                "vtoken with", "attention sinks that are learned", "not in the CPU kernels yet"
-            )
         self.layout = probe(first)
         vtoken_kernels.check_supported(self.layout, first.kv_cache.dtype)
         self.block_size = block_size
@@ -109,7 +140,7 @@ class CPUAttention:
         self.decode_kernel = self.prefill_kernel = "stock"
         self.configure(config)
         for layer in self.layers:
-            self._wrap(layer)
+            layer.impl.attention = self
 
     def configure(self, config) -> None:
         """Take the policy's score kind; start with empty scores."""
@@ -131,23 +162,8 @@ class CPUAttention:
         has_tiles = getattr(self.layers[0], "isa", None) == "amx"
         self.prefill_kernel = "ours" if ours and not has_tiles else "stock"
 
-    def _wrap(self, layer) -> None:
-        stock, attention = layer.impl.forward, self
-
-        def forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-            work = attention.work
-            if work is None or attn_metadata is None:
-                return stock(
-                    layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-                )
-            if not work.replaces_stock:
-                stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-            attention._run_layer(layer.impl, work, query, kv_cache, output)
-            return output
-
-        layer.impl.forward = forward
-
-    def _run_layer(self, impl, work: StepWork, query, kv, output) -> None:
+    def run_layer(self, impl, work: StepWork, query, kv, output) -> None:
+        """Do a step's work for one layer."""
         common = {
             "layout": self.layout,
             "scale": impl.scale,
@@ -270,8 +286,7 @@ class CPUAttention:
             row = index[req_id]
             slots = self._slots(table[row], int(runner.seq_lens[row]))
             parts.append(self.scores.numpy()[slots])
-        start = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int32)
-        return ScoreReport(plan.step_seq, list(plan.report_req_ids), start, np.concatenate(parts))
+        return ScoreReport.of_parts(plan.step_seq, plan.report_req_ids, parts)
 
     def move(self, source: np.ndarray, destination: np.ndarray) -> None:
         """Relocate K, V and the score, in every layer."""

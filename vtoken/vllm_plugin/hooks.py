@@ -267,7 +267,10 @@ class SchedulerHooks:
             self.log.flush()
         plan = build_step_plan(self.step_seq, steps, asks, fresh_blocks, batch)
         if self.checker is not None:
-            scheduler_output.vtoken_check = self.checker.after_plan(plan, scheduler_output)
+            check = self.checker.after_plan(plan, scheduler_output)
+            if check is not None:
+                plan = plan or StepPlan.empty(self.step_seq)
+                plan.check = check
         self.counters.finalize_s += time.perf_counter() - start
         return plan
 

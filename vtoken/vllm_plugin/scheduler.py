@@ -90,12 +90,14 @@ class VTokenSchedulerMixin:
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        report = getattr(model_runner_output, "vtoken_scores", None)
+        report = getattr(model_runner_output, "vtoken", None)
         if self.vtoken is not None and report is not None:
-            self.vtoken.take_scores(report)
-        if self._vtoken_stats is not None:
-            spent = getattr(model_runner_output, "vtoken_relocation_ns", 0)
-            self._vtoken_stats.relocation_ns += spent
+            if report.scores is not None:
+                self.vtoken.take_scores(report.scores)
+            if self._vtoken_stats is not None:
+                self._vtoken_stats.relocation_ns += report.relocation_ns
+            if self.vtoken.checker is not None:
+                self.vtoken.checker.note_worker(report.check_counts)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_stats(self, *args, **kwargs):

@@ -29,25 +29,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from vtoken.core.batch import ScoredIds
+from vtoken.core.messages import ScoreReport
 from vtoken.core.table import RequestTable
 from vtoken.policies.base import ScoreKind
 
 KEEP_STEPS = 3
-
-
-@dataclass(slots=True)
-class ScoreReport:
-    """What a worker sends back after a step.
-
-    Attributes:
-        step_seq: the step whose attention produced the scores.
-        req_ids: R requests; scores[start[r]:start[r+1]] float32, one per physical index.
-    """
-
-    step_seq: int
-    req_ids: list[str]
-    start: np.ndarray
-    scores: np.ndarray
 
 
 def score_window(kind: ScoreKind, score_queries: int | str) -> dict[str, object]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vtoken.experiments.environment import collect_environment
+from vtoken.vllm_plugin.support_list import SUPPORT
 from vtoken_cli.options import Run, command
-from vtoken_cli.support_matrix import SUPPORT
 
 _SHOWN_CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
 _STYLES = {"works": "green", "untested": "yellow", "refused": "red", "unavailable": "red"}
