@@ -30,7 +30,7 @@ class TestVersion:
 
     def test_the_installed_one_has_the_signatures_we_override(self):
         compat.check_scheduler_side()
-        compat.check_worker_side()
+        compat.check("worker")
 
     def test_another_signature_is_named(self, monkeypatch):
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -44,7 +44,7 @@ class TestVersion:
 
         monkeypatch.delattr(MultiGroupBlockTable, "compute_slot_mapping")
         with pytest.raises(UnsupportedError, match="compute_slot_mapping takes nothing"):
-            compat.check_worker_side()
+            compat.check("worker")
 
     def test_an_unknown_version_is_refused_when_vtoken_is_asked_for_and_only_then(
         self, monkeypatch

@@ -57,6 +57,8 @@ def _wrap_config_creation(refusal: UnsupportedError | None = None) -> None:
         if refusal is None:
             from vtoken.vllm_plugin.requests import install
 
+            compat.check("front end")
+
             install()
         return vllm_config
 

@@ -70,7 +70,7 @@ class VTokenRunnerV1Mixin:
     vtoken_checker = None  # vtoken.vllm_plugin.checks.WorkerChecker where invariants are watched
 
     def _vtoken_init(self, vllm_config) -> None:
-        compat.check_worker_side()
+        compat.check("worker")
         self.vtoken_config = config_of(vllm_config)
         self.vtoken_layouts = LayoutCache()
         self.vtoken_plan: StepPlan | None = None
