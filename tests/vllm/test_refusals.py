@@ -346,3 +346,20 @@ def test_prompts_that_cannot_be_counted_are_refused_alone(fields, found):
         assert generate(engine(settings), vars(request), None) == "streaming"
     request.__dict__.update(base)
     assert process(engine({"vtoken": {"policy": "random"}})) is request
+
+
+def test_a_prompt_given_as_embeddings_is_refused_and_the_engine_goes_on():
+    import torch
+    from one_engine import engine_for, prompts, run
+    from vllm import SamplingParams
+
+    from vtoken.vllm_plugin.requests import RequestRefused
+
+    config = VTokenConfig(policy="streaming-llm", kv_budget_tokens=64)
+    engine = engine_for(config, vllm_args={"enable_prompt_embeds": True})
+    embeds = torch.randn(20, engine.vllm_config.model_config.get_hidden_size())
+    with pytest.raises(RequestRefused, match="prompts given as embeddings.*token ids"):
+        engine.llm_engine.add_request(
+            "embeds", {"prompt_embeds": embeds}, SamplingParams(max_tokens=4, ignore_eos=True)
+        )
+    assert [len(f.output_token_ids) for f in run(engine, prompts(2))] == [40, 40]

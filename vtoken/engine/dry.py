@@ -224,29 +224,21 @@ class DryEngine(StepEngine):
         self.scheduler = None
 
 
-def _model_folder(settings: DrySettings) -> str:
-    """A folder with a config.json alone: all that vLLM's config needs."""
-    folder = Path(tempfile.mkdtemp(prefix="vtoken-dry-"))
+def _write_model_config(folder: str, settings: DrySettings) -> None:
+    """Write a config.json: all that vLLM's config needs of a model."""
     heads = settings.num_kv_heads
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"], "model_type": "llama",
-                "hidden_size": heads * settings.head_size, "head_dim": settings.head_size,
-                "num_attention_heads": heads, "num_key_value_heads": heads,
-                "num_hidden_layers": settings.num_layers, "intermediate_size": 64,
-                "max_position_embeddings": settings.max_model_len, "vocab_size": 128256,
-                "torch_dtype": "bfloat16",
-            }
-        )
-    )  # fmt: skip
-    return str(folder)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "hidden_size": heads * settings.head_size, "head_dim": settings.head_size,
+        "num_attention_heads": heads, "num_key_value_heads": heads,
+        "num_hidden_layers": settings.num_layers, "intermediate_size": 64,
+        "max_position_embeddings": settings.max_model_len, "vocab_size": 128256,
+    }  # fmt: skip
+    (Path(folder) / "config.json").write_text(json.dumps(config))
 
 
 def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    import shutil
-
     import torch
     from vllm.config import (
         CacheConfig,
@@ -269,8 +261,8 @@ def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
         from vtoken.engine.cpu import keep_async_scheduling
 
         keep_async_scheduling()
-    folder = _model_folder(settings)
-    try:
+    with tempfile.TemporaryDirectory(prefix="vtoken-dry-") as folder:
+        _write_model_config(folder, settings)
         vllm_config = VllmConfig(
             model_config=ModelConfig(
                 folder, skip_tokenizer_init=True, max_model_len=settings.max_model_len,
@@ -289,8 +281,6 @@ def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
             device_config=DeviceConfig("cpu"),
             additional_config={"vtoken": config.model_dump(exclude_defaults=True)} if hooked else {},
         )  # fmt: skip
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if hooked:
         plugin.finish_config(vllm_config)
     spec = FullAttentionSpec(

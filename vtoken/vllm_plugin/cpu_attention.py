@@ -207,10 +207,7 @@ class CPUAttention:
             work.replaces_stock = True
             work.plan = arrays.plan(self, None, counted)[0]
             return
-        self._mixed_work(work, arrays, holed, counted, scored)
-
-    def _mixed_work(self, work, arrays, holed, counted, scored) -> None:
-        rest = np.ones(arrays.n, bool) if holed is None else ~holed
+        rest = np.ones(n, bool) if holed is None else ~holed
         if holed is not None:
             work.plan, work.rows = arrays.plan(self, np.flatnonzero(holed), counted)
         if scored and rest.any():
@@ -270,22 +267,16 @@ class CPUAttention:
                 live[row, :held] &= mask[:held]
         return torch.from_numpy(slots[live]), torch.from_numpy(np.count_nonzero(live, axis=1))
 
-    def _slots(self, row: np.ndarray, length: int) -> np.ndarray:
-        """int64[length], the slot at each physical index of a row."""
-        N = self.block_size
-        blocks = row[: -(-length // N)].astype(np.int64)
-        return (blocks[:, None] * N + np.arange(N)).reshape(-1)[:length]
-
     def _report(self, runner, plan) -> ScoreReport | None:
         if plan is None or not plan.report_req_ids:
             return None
-        table = runner.input_batch.block_table[0].block_table.np
-        index = runner.input_batch.req_id_to_index
-        parts = []
+        batch, N = runner.input_batch, self.block_size
+        table = batch.block_table[0].block_table.np
+        by_block, parts = self.scores.numpy().reshape(-1, N), []
         for req_id in plan.report_req_ids:
-            row = index[req_id]
-            slots = self._slots(table[row], int(runner.seq_lens[row]))
-            parts.append(self.scores.numpy()[slots])
+            row = batch.req_id_to_index[req_id]
+            length = int(runner.seq_lens[row])
+            parts.append(by_block[table[row, : -(-length // N)]].reshape(-1)[:length])
         return ScoreReport.of_parts(plan.step_seq, plan.report_req_ids, parts)
 
     def move(self, source: np.ndarray, destination: np.ndarray) -> None:
@@ -320,21 +311,18 @@ class _BatchArrays:
 
     def plan(self, attention: CPUAttention, requests: np.ndarray | None, counted: int):
         """A kernel plan over these requests, and the query rows it reads (None: all)."""
-        kernels, N = attention.kernels, attention.block_size
-        if requests is None:
-            return kernels.plan(
-                self.block_table, self.seq_lens, torch.from_numpy(self.starts),
-                block_size=N, live_mask=self.mask, score_queries=counted,
-            ), None  # fmt: skip
-        rows = np.concatenate([np.arange(self.starts[r], self.starts[r + 1]) for r in requests])
-        start = np.concatenate([[0], np.cumsum(np.diff(self.starts)[requests])])
-        pick = torch.from_numpy(requests)
-        plan = kernels.plan(
-            self.block_table[pick].contiguous(),
-            self.seq_lens[pick],
-            torch.from_numpy(start.astype(np.int32)),
-            block_size=N,
-            live_mask=None if self.mask is None else self.mask[pick],
-            score_queries=counted,
-        )
-        return plan, torch.from_numpy(rows)
+        table, lengths, mask = self.block_table, self.seq_lens, self.mask
+        start, rows = self.starts, None
+        if requests is not None:
+            rows = torch.from_numpy(
+                np.concatenate([np.arange(start[r], start[r + 1]) for r in requests])
+            )
+            start = np.concatenate([[0], np.cumsum(np.diff(start)[requests])]).astype(np.int32)
+            pick = torch.from_numpy(requests)
+            table, lengths = table[pick].contiguous(), lengths[pick]
+            mask = None if mask is None else mask[pick]
+        plan = attention.kernels.plan(
+            table, lengths, torch.from_numpy(start),
+            block_size=attention.block_size, live_mask=mask, score_queries=counted,
+        )  # fmt: skip
+        return plan, rows
