@@ -248,7 +248,7 @@ class TestLayouts:
         ],
     )
     def test_implementations_that_count_slots(self, attributes, found):
-        from vtoken.vllm_plugin.cpu_attention import VTokenCPUAttentionImpl
+        from vtoken.vllm_plugin.cpu_backend import VTokenCPUAttentionImpl
         from vtoken.vllm_plugin.support import check_layer_impls
 
         impl = VTokenCPUAttentionImpl.__new__(VTokenCPUAttentionImpl)

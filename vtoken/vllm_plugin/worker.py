@@ -6,7 +6,8 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vtoken.vllm_plugin.cpu_attention import CPUAttention, attention_backend
+from vtoken.vllm_plugin.cpu_attention import CPUAttention
+from vtoken.vllm_plugin.cpu_backend import attention_backend
 from vtoken.vllm_plugin.runner_v1 import VTokenRunnerV1Mixin
 
 
