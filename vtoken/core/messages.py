@@ -1,4 +1,7 @@
-"""What goes over the wire: a StepPlan to the workers, a WorkerReport back. Plain data, picklable.
+"""What goes over the wire: one attribute each way, plain data, picklable.
+
+scheduler_output.vtoken        StepPlan, None where nothing changes
+model_runner_output.vtoken     WorkerReport, absent where there is nothing to say
 
 Shape legend: R requests whose layout changes in a step, M moves of a step.
 """
@@ -207,6 +210,12 @@ class ScoreReport:
     start: np.ndarray
     scores: np.ndarray
 
+    @classmethod
+    def of_parts(cls, step_seq: int, req_ids: list[str], parts: list[np.ndarray]) -> ScoreReport:
+        """Join the scores of each request."""
+        start = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int32)
+        return cls(step_seq, list(req_ids), start, np.concatenate(parts))
+
 
 @dataclass(slots=True)
 class WorkerReport:
@@ -221,3 +230,6 @@ class WorkerReport:
     scores: ScoreReport | None = None
     relocation_ns: int = 0
     check_counts: dict[str, list[int]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.scores is not None or self.relocation_ns or self.check_counts is not None)

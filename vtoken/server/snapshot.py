@@ -39,32 +39,37 @@ def snapshot(scheduler, engine_index: int = 0) -> dict:
     step = max(1, cdiv(usable, MAX_CELLS))
     free = pool.get_num_free_blocks()
     live, dead = sum(r["live"] for r in requests), sum(r["dead"] for r in requests)
+    num_cached = int(cached[1:].sum())
     return {
         "engine": engine_index,
         "time_s": time.time(),
-        "step": hooks.clock.seq if hooks is not None else None,
-        "mode": hooks.config.mode if hooks is not None else "native",
-        "policy": hooks.config.policy if hooks is not None and hooks.config.evicts else None,
-        "evict_when": hooks.config.evict_when
-        if hooks is not None and hooks.config.evicts
-        else None,
+        **_settings(hooks),
         "block_size": N,
-        "blocks": {
-            "usable": usable,
-            "free": free,
-            "cached": int(cached[1:].sum()),
-            "owned": usable - free,
-        },
+        "blocks": {"usable": usable, "free": free, "cached": num_cached, "owned": usable - free},
         "tokens": {"live": live, "dead": dead},
         "fragmentation_ratio": dead / (live + dead) if live + dead else 0.0,
-        "counters": hooks.counters.as_dict() if hooks is not None else {},
-        "reserved_blocks": hooks.admission.num_claimed if hooks is not None else None,
-        "checks": hooks.checker.rows() if hooks is not None and hooks.checker is not None else None,
         "blocks_per_cell": step,
         "cells": per_block.cells(step),
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
         "requests": requests[:MAX_REQUESTS],
+    }
+
+
+def _settings(hooks) -> dict:
+    """What the hooks say of themselves; without them the mode is native."""
+    if hooks is None:
+        found = dict.fromkeys(("step", "policy", "evict_when", "reserved_blocks", "checks"))
+        return {**found, "mode": "native", "counters": {}}
+    config = hooks.config
+    return {
+        "step": hooks.clock.seq,
+        "mode": config.mode,
+        "policy": config.policy if config.evicts else None,
+        "evict_when": config.evict_when if config.evicts else None,
+        "counters": hooks.counters.as_dict(),
+        "reserved_blocks": hooks.admission.num_claimed,
+        "checks": None if hooks.checker is None else hooks.checker.rows(),
     }
 
 

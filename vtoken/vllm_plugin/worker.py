@@ -6,8 +6,9 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vtoken.vllm_plugin.cpu_attention import CPUAttention, use_small_blocks
-from vtoken.vllm_plugin.runner_v1 import VTokenRunnerV1Mixin, attention_layers
+from vtoken.vllm_plugin.cpu_attention import CPUAttention
+from vtoken.vllm_plugin.cpu_backend import attention_backend
+from vtoken.vllm_plugin.runner_v1 import VTokenRunnerV1Mixin
 
 
 class VTokenCPUModelRunner(VTokenRunnerV1Mixin, CPUModelRunner):
@@ -18,8 +19,8 @@ class VTokenCPUModelRunner(VTokenRunnerV1Mixin, CPUModelRunner):
         super().__init__(vllm_config, device)
 
     def load_model(self, *args, **kwargs) -> None:
-        super().load_model(*args, **kwargs)
-        use_small_blocks(attention_layers(self.compilation_config))
+        with attention_backend():
+            super().load_model(*args, **kwargs)
 
     def vtoken_setup_kv(self, layers: dict) -> None:
         block_size = next(iter(layers.values())).kv_cache.shape[2]
