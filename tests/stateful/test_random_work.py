@@ -14,7 +14,7 @@ from vtoken.core.scalar_ops import ScalarOps
 from vtoken.core.table import RequestTable
 from vtoken.engine.dry import DrySettings
 from vtoken.errors import InvariantViolation
-from vtoken.scheduling.requests import RunningRequest
+from vtoken.scheduling.requests import BudgetedRequest
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.random_work import Workload, drive
 from vtoken.verify.catalogue import PLAN_FAULTS
@@ -179,8 +179,8 @@ def _rows_keep_their_order(monkeypatch):
 
 
 def _evicts_one_too_many(monkeypatch):
-    stock = RunningRequest.num_above_budget
-    monkeypatch.setattr(RunningRequest, "num_above_budget", lambda s, length: stock(s, length) + 1)
+    stock = BudgetedRequest.num_above_budget
+    monkeypatch.setattr(BudgetedRequest, "num_above_budget", lambda s, n: stock(s, n) + 1)
 
 
 def _tables_are_left(monkeypatch):
