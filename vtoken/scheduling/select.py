@@ -142,7 +142,7 @@ class Selector:
         or its token budget is used up before, makes no difference to what is evicted. What becomes
         of holes that may stay depends on the room there is when slots are allocated.
         """
-        # Those with a budget are of that class; a call for each to ask it would cost time.
+        # Each one with a budget is a BudgetedRequest; `isinstance` would cost a call for each.
         due = cast(list[BudgetedRequest], [s for s in found if s.budget is not None])
         if not due:
             return Victims()
