@@ -13,7 +13,7 @@ from vtoken.core.scalar_ops import ScalarOps
 PLACES = {
     "take out of the cache": "vllm.v1.core.block_pool:BlockPool.evict_blocks",
     "has evicted": "vtoken.scheduling.requests:RunningRequests.has_evicted",
-    "how many": "vtoken.scheduling.requests:RunningRequest.num_above_budget",
+    "how many": "vtoken.scheduling.requests:BudgetedRequest.num_above_budget",
     "protect shared": "vtoken.scheduling.prefix:PrefixBlocks.protect",
     "is shared": "vtoken.scheduling.prefix:PrefixBlocks.shared",
     "table operations": "vtoken.vllm_plugin.scheduler:load_ops",

@@ -196,7 +196,7 @@ def test_a_decision_uses_the_report_of_two_steps_ago(path):
         def spy(req_id, step_seq, look_up=look_up, engine=engine, used=used):
             part = look_up(req_id, step_seq)
             if part is not None:
-                made = part.scores[part.start : part.start + part.count]
+                made = part.scores[part.start : part.start + part.num_ids]
                 assert made.min() == made.max()
                 used.append((engine.hooks.clock.seq, float(made[0])))
             return part

@@ -13,6 +13,7 @@ know their order from `NUMBERS` and `ARRAYS`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Protocol
 
 import numpy as np
 
@@ -91,6 +92,17 @@ class _Regions:
             self._free[i] = (start + size, end)
 
 
+class RegionUser(Protocol):
+    """What the arena keeps in step of a table (`vtoken.core.table.RequestTable`)."""
+
+    numbers: memoryview[int]
+    number_row: int
+    token_base: int
+    block_base: int
+    token_room: int
+    block_room: int
+
+
 class Arena:
     """Attributes:
     index_of, live_in_chunk: int32 over logical ids, and over chunks of them.
@@ -100,15 +112,24 @@ class Arena:
     version: changes whenever one of the arrays is replaced by a longer one.
     """
 
+    index_of: np.ndarray
+    live_in_chunk: np.ndarray
+    row: np.ndarray
+    pos_of: np.ndarray
+    block_id: np.ndarray
+    live_in: np.ndarray
+    free_handle: np.ndarray
+    id_at: np.ndarray
+
     def __init__(self, block_size: int) -> None:
         self.block_size, self.version = block_size, 0
         self._tokens, self._blocks, self._rows = _Regions(), _Regions(), _Regions()
-        self._tables: dict[int, object] = {}
+        self._tables: dict[int, RegionUser] = {}
         for name in ARRAYS:
             setattr(self, name, np.empty(0, np.int32))
         self.numbers = np.zeros((0, len(NUMBERS)), np.int64)
 
-    def add(self, table) -> None:
+    def add(self, table: RegionUser) -> None:
         """Give a new table its regions and its row of numbers."""
         table.number_row = self._take_row()
         self._tables[id(table)] = table
@@ -117,7 +138,7 @@ class Arena:
         table.numbers[COLUMN["block_base"]] = self._take(self._blocks, BLOCK_ARRAYS, FIRST_BLOCKS)
         self._look(table, FIRST_TOKENS, FIRST_BLOCKS)
 
-    def remove(self, table) -> None:
+    def remove(self, table: RegionUser) -> None:
         """Take a table's regions back; whoever still holds the table reads a copy."""
         del self._tables[id(table)]
         self._tokens.give(table.token_base, table.token_room)
@@ -127,14 +148,14 @@ class Arena:
             setattr(table, name, getattr(table, name).copy())
         table.numbers = memoryview(self.numbers[table.number_row].copy())
 
-    def grow_tokens(self, table, num_tokens: int) -> None:
+    def grow_tokens(self, table: RegionUser, num_tokens: int) -> None:
         """Give a table a region for at least this many logical ids."""
         old, size = table.token_room, _region_size(num_tokens, CHUNK_TOKENS)
         base = self._grow(self._tokens, TOKEN_ARRAYS, table.token_base, old, size)
         table.numbers[COLUMN["token_base"]] = base
         self._look(table, size, table.block_room)
 
-    def grow_blocks(self, table, num_blocks: int) -> None:
+    def grow_blocks(self, table: RegionUser, num_blocks: int) -> None:
         """Give a table a region for at least this many blocks."""
         old, size = table.block_room, _region_size(num_blocks, CHUNK_BLOCKS)
         base = self._grow(self._blocks, BLOCK_ARRAYS, table.block_base, old, size)
@@ -200,11 +221,11 @@ class Arena:
         self.numbers[row] = 0
         return row
 
-    def _look_at_numbers(self, table) -> None:
+    def _look_at_numbers(self, table: RegionUser) -> None:
         # A memoryview gives and takes plain ints, in a third of the time numpy takes.
         table.numbers = memoryview(self.numbers[table.number_row])
 
-    def _look(self, table, num_tokens: int, num_blocks: int) -> None:
+    def _look(self, table: RegionUser, num_tokens: int, num_blocks: int) -> None:
         """Point a table's views at its regions."""
         table.numbers[COLUMN["token_room"]] = num_tokens
         table.numbers[COLUMN["block_room"]] = num_blocks

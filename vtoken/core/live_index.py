@@ -8,12 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from vtoken.core.arena import CHUNK_TOKENS
+from vtoken.core.table import RequestTable
 
 
 class LiveIndex:
     """One table's live ids by rank, as long as the table does not change."""
 
-    def __init__(self, table) -> None:
+    def __init__(self, table: RequestTable) -> None:
         self._chunks = table.index_of.reshape(-1, CHUNK_TOKENS)
         num_chunks = -(-table.num_computed_tokens // CHUNK_TOKENS)
         # Live ids in front of each chunk, and in all.

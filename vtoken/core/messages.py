@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 # StepPlan.mask_kind
 MASK_KEPT = 0  # the worker's mask of this request stays as it is (growth is live)
@@ -161,7 +163,7 @@ def plan_of_packed(
 
 def joined(first: StepPlan, second: StepPlan) -> StepPlan:
     """One plan of what two say of different requests."""
-    parts: dict = {"req_ids": first.req_ids + second.req_ids}
+    parts: dict[str, Any] = {"req_ids": first.req_ids + second.req_ids}
     for f in fields(StepPlan)[1:14]:
         a, b = getattr(first, f.name), getattr(second, f.name)
         if f.name.endswith("_start"):
@@ -170,7 +172,7 @@ def joined(first: StepPlan, second: StepPlan) -> StepPlan:
     return StepPlan(**parts)
 
 
-def _ragged(parts: list[np.ndarray], dtype) -> tuple[np.ndarray, np.ndarray]:
+def _ragged(parts: list[np.ndarray], dtype: npt.DTypeLike) -> tuple[np.ndarray, np.ndarray]:
     """(starts int32[E + 1], flat array) of parts one after another."""
     start = np.zeros(len(parts) + 1, np.int32)
     np.cumsum([len(p) for p in parts], out=start[1:])

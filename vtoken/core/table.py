@@ -23,7 +23,8 @@ and `apply_moves`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -35,14 +36,22 @@ NO_SLOTS = np.empty(0, np.int32)
 NULL_BLOCK = 0  # vLLM's placeholder: no request owns it
 
 
-def _number(name: str) -> property:
+class _Number(Protocol):
+    """The type of a property that holds an int."""
+
+    def __get__(self, table: RequestTable, kind: type[RequestTable]) -> int: ...
+
+    def __set__(self, table: RequestTable, value: int) -> None: ...
+
+
+def _number(name: str) -> _Number:
     """A count that lies in the table's row of `Arena.numbers`, as a plain int."""
     column = COLUMN[name]
 
-    def get(table) -> int:
+    def get(table: RequestTable) -> int:
         return table.numbers[column]
 
-    def put(table, value: int) -> None:
+    def put(table: RequestTable, value: int) -> None:
         table.numbers[column] = value
 
     return property(get, put)
@@ -69,6 +78,18 @@ class RequestTable:
         "index_of", "live_in_chunk", "id_at",
         "row", "pos_of", "block_id", "live_in", "free_handle",
     )  # fmt: skip
+
+    numbers: memoryview[int]
+    number_row: int
+    holes: np.ndarray
+    index_of: np.ndarray
+    live_in_chunk: np.ndarray
+    id_at: np.ndarray
+    row: np.ndarray
+    pos_of: np.ndarray
+    block_id: np.ndarray
+    live_in: np.ndarray
+    free_handle: np.ndarray
 
     num_computed_tokens = _number("num_computed_tokens")
     num_physical_tokens = _number("num_physical_tokens")
@@ -338,7 +359,7 @@ class TokenTable:
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._tables
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[RequestTable]:
         return iter(self._tables.values())
 
     def get(self, req_id: str) -> RequestTable | None:

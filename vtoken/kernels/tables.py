@@ -279,9 +279,9 @@ class CompiledOps(ScalarOps):
     def _draw(self, draws: Sequence[Draw]) -> np.ndarray:
         seeds = array("q", chain.from_iterable(d.entropy for d in draws))
         _given, (sizes, counts) = _columns(
-            [d.num_candidates for d in draws], [d.count for d in draws]
+            [d.num_candidates for d in draws], [d.num_draws for d in draws]
         )
-        total = sum(d.count for d in draws)
+        total = sum(d.num_draws for d in draws)
         code = self._library.vtt_draw(
             len(draws), _address(seeds), sizes, counts, self._ranks.room(total)
         )

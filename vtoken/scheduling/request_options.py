@@ -58,7 +58,7 @@ def read_options(extra_args: Mapping[str, Any] | None) -> RequestOptions | None:
     given = {k: v for k, v in extra_args.items() if k.startswith(PREFIX)}
     if not given:
         return None
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in given.items():
         name = key.removeprefix(PREFIX)
         if name not in _NAMES:
@@ -138,6 +138,7 @@ def request_budget(
         return None
     own = _merged(config, options)
     budget = own.make_budget(block_size)
+    assert budget is not None  # it evicts, as the server does
     _check_scores(config, own, budget, block_size)
     return budget
 
@@ -167,5 +168,5 @@ def _check_scores(config: VTokenConfig, own: VTokenConfig, budget: Budget, block
         )  # fmt: skip
 
 
-def _as_xargs(options: RequestOptions) -> dict:
+def _as_xargs(options: RequestOptions) -> dict[str, Any]:
     return {PREFIX + n: getattr(options, n) for n in _NAMES if getattr(options, n) is not None}
