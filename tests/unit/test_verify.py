@@ -330,10 +330,10 @@ def test_the_catalogue_names_each_fault_once() -> None:
 def test_what_a_fault_replaces_comes_back() -> None:
     from vtoken.verify.fault import replaced
 
-    hooks = SimpleNamespace(begin_step=lambda: "stock")
+    hooks = SimpleNamespace(begin=lambda: "stock")
     engine = SimpleNamespace(hooks=hooks)
     with replaced(engine, "begin step", lambda stock: lambda: f"broken {stock()}"):
-        assert hooks.begin_step() == "broken stock"
-    assert hooks.begin_step() == "stock"
+        assert hooks.begin() == "broken stock"
+    assert hooks.begin() == "stock"
     with pytest.raises(AttributeError), replaced(engine, "end step", lambda stock: stock):
         pass
