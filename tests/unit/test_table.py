@@ -39,7 +39,7 @@ class TestGrowth:
             held = blocks[: -(-length // N)]
             eager.sync_new_tokens(held[eager.num_blocks :], length)
         lazy.sync_new_tokens(blocks, 18)
-        for name in ("index_of", "id_at", "row", "pos_of", "block_id"):
+        for name in ("index_of", "id_at", "block_table", "pos_of", "block_id"):
             a, b = getattr(eager, name), getattr(lazy, name)
             width = min(len(a), len(b))
             assert np.array_equal(a[:width], b[:width]), name
