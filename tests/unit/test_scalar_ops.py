@@ -262,7 +262,9 @@ class TestNaive:
         solo = SoloRequest(budget(tokens=12), moves=False)
         solo.step(16)
         solo.step(1, victims=[0, 4, 5, 6, 7])
-        assert solo.block_table[1] == 0 and len(solo.block_table) == 5  # a placeholder; indices stay logical
+        assert (
+            solo.block_table[1] == 0 and len(solo.block_table) == 5
+        )  # a placeholder; indices stay logical
         assert solo.last.num_reclaimed == 0 and solo.counters.reused_slots == 0
         assert solo.table.num_physical_tokens == 17
         solo.step(1)

@@ -160,7 +160,9 @@ class Selector:
         asked = Asked()
         for state in due:
             length = state.request.num_computed_tokens
-            num_evict = state.num_above_budget(length)
+            protected = state.num_protected
+            budget = state.budget.tokens(length - protected)
+            num_evict = state.table.num_live_tokens - protected - budget  # the table is in step
             if num_evict >= state.budget.interval_tokens and self.due.by_length:
                 asked.states.append(state)
                 asked.num_evict.append(num_evict)
@@ -283,7 +285,7 @@ class Selector:
         loses nothing, and stays due.
         """
         scored: list[ScoredIds | None] | None = None
-        if any(s.needs_scores for s in asked.states):
+        if True in [s.needs_scores for s in asked.states]:  # lists: `any` calls a generator
             scored = [self._scores(s) if s.needs_scores else None for s in asked.states]
             here = [
                 p is not None or not s.needs_scores
@@ -297,7 +299,7 @@ class Selector:
         if (
             asked.protected_ids is None
             and budget.policy.names_by_rule
-            and all(s.budget is budget for s in asked.states)
+            and len({id(s.budget) for s in asked.states}) == 1
         ):
             return self._by_rule(asked, [0] * len(asked.states), scored)
         return self._by_rule_or_policy(asked, scored or [None] * len(asked.states))
