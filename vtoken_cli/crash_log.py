@@ -14,7 +14,9 @@ from vtoken.errors import ConfigError
 from vtoken.models.store import open_cache
 
 # Also what argparse takes for --api-key: --api_key, --api-k.
-_SECRET = re.compile(r"--?(api|hf.t|[\w-]*(key|token|password|secret|credentials?)(=|$))", re.I)
+_SECRET = re.compile(
+    r"--?(api|hf.t|[\w-]*(key|token|password|secret|credentials?)(=|$))", re.IGNORECASE
+)
 
 
 def write_crash_log(error: BaseException) -> Path | str:
