@@ -64,7 +64,7 @@ def json_object(value: Any, option: str) -> dict[str, Any]:
     """Read a JSON object, or take a YAML mapping."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ConfigError(option, value, """a JSON object such as '{"name": 1}'""")
