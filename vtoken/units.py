@@ -9,6 +9,7 @@ from pathlib import Path
 from vtoken.errors import ConfigError
 
 _MULTIPLIERS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+AUTO = -1  # vLLM's number for a model length that memory decides
 
 
 def cdiv(a: int, b: int) -> int:

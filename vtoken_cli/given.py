@@ -9,7 +9,7 @@ from typing import Any
 
 from vtoken.errors import ConfigError, nearest
 from vtoken.modes import MODES
-from vtoken.units import read_text
+from vtoken.units import AUTO, read_text
 from vtoken_cli.options import ENGINE, FILES, OUTPUT, VTOKEN, Opt, by_key
 from vtoken_cli.output import Output
 from vtoken_cli.parsers import comma_list
@@ -49,10 +49,13 @@ class Run:
         from vtoken.config import VTokenConfig
         from vtoken.engine.settings import EngineSettings
 
+        engine = dict(self.engine)
+        if engine.get("max_model_len") == AUTO:
+            del engine["max_model_len"]  # these commands know how long their requests get
         names = {"modes": "mode", "policies": "policy"}
         return {
             "config": VTokenConfig.from_mapping(self.vtoken),
-            "engine": EngineSettings(**self.engine, vllm_args=self.vllm_args()),
+            "engine": EngineSettings(**engine, vllm_args=self.vllm_args()),
             **{name: tuple(self.many[key]) for name, key in names.items() if key in self.many},
         }
 

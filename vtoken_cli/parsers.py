@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vtoken.errors import ConfigError
-from vtoken.units import parse_count, parse_duration_s
+from vtoken.units import AUTO, parse_count, parse_duration_s
 
 
 def text(value: Any, option: str) -> str:
@@ -43,6 +43,11 @@ def count(value: Any, option: str) -> int:
     if isinstance(value, (bool, dict, list)) or (isinstance(value, float) and value % 1):
         raise ConfigError(option, value, "a whole number, as in 4096, 4k (4,000) or 4K (4,096)")
     return parse_count(value if isinstance(value, int) else str(value), option)
+
+
+def model_length(value: Any, option: str) -> int:
+    """Read a count of tokens; "auto" is -1 as in vLLM: what memory holds."""
+    return AUTO if str(value) in ("auto", str(AUTO)) else count(value, option)
 
 
 def integer(value: Any, option: str) -> int:

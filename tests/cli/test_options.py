@@ -254,6 +254,20 @@ def test_counts_that_no_engine_can_hold(number):
         parse("--sink-tokens", number)
 
 
+@pytest.mark.parametrize("spelling", ["auto", "-1"])
+def test_a_length_that_memory_decides(spelling, yaml_file):
+    run = parse("--max-model-len", spelling)
+    assert run.engine == {"max_model_len": -1}
+    assert EngineSettings(**run.engine).max_model_len == -1
+    assert run.settings()["engine"].max_model_len is None  # scans know what their prompts need
+    assert parse_yaml(yaml_file, f"max-model-len: {spelling}").engine == {"max_model_len": -1}
+    for wrong in ("-2", "0.5", "car"):
+        with pytest.raises(ConfigError, match=f"--max-model-len '{wrong}': a whole number"):
+            parse("--max-model-len", wrong)
+    with pytest.raises(ConfigError, match="--max-num-seqs -1"):
+        EngineSettings(max_num_seqs=-1)
+
+
 def test_counts_are_exact():
     assert (
         parse("--seed", "1", "--sink-tokens", "9007199254740993").vtoken["sink_tokens"] == 2**53 + 1
