@@ -15,6 +15,7 @@ import numpy as np
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import Budget
 from vtoken.core.messages import ScoreReport
+from vtoken.errors import ConfigError
 from vtoken.policies.base import score_window
 from vtoken.recording.decisions import (
     DecisionRecorder,
