@@ -18,7 +18,7 @@ from vtoken.core.ops import Change, LayoutRules, apply_to_block_table
 from vtoken.core.reclaim import blocks_needed
 from vtoken.core.scalar_ops import ScalarOps
 from vtoken.core.table import RequestTable
-from vtoken.scheduling.select import request_view
+from vtoken.scheduling.naming import request_view
 from vtoken.testing.worker_model import WorkerModel, chunk_contents, sample, sum_of
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from vtoken.config import VTokenConfig
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.errors import ConfigError
-from vtoken.scheduling.select import Victims
+from vtoken.scheduling.naming import Victims
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.random_work import finish_all
 

@@ -24,7 +24,7 @@ from vtoken.policies.base import Policy, RequestView, Rule
 from vtoken.policies.random import Random
 from vtoken.policies.registry import make_policy
 from vtoken.policies.streaming_llm import StreamingLLM
-from vtoken.scheduling.select import draw_ids
+from vtoken.scheduling.naming import draw_ids
 
 compiled_here = load_ops().name == "compiled"
 needs_compiled = pytest.mark.skipif(not compiled_here, reason="no C++ compiler: plain Python alone")

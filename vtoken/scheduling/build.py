@@ -19,6 +19,7 @@ from vtoken.scheduling.chunks import ChunkLimits
 from vtoken.scheduling.clock import StepClock
 from vtoken.scheduling.due import DueRequests
 from vtoken.scheduling.evict import Evictor
+from vtoken.scheduling.naming import VictimNamer
 from vtoken.scheduling.ports import BlockManager, Pool, Request, Scheduler
 from vtoken.scheduling.prefix import PrefixBlocks
 from vtoken.scheduling.reports import ReportBook
@@ -66,9 +67,8 @@ def build_step(
         requests, calendar, clock, prefix, scheduler, log, is_running,
         by_length=config.evict_when == "always",
     )  # fmt: skip
-    selector = Selector(
-        config, requests, ops, reports, prefix, due, clock, pool, scheduler, log, counters
-    )
+    namer = VictimNamer(ops, reports, clock, counters, config.seed)
+    selector = Selector(config, requests, namer, prefix, due, pool, scheduler, log, counters)
     evictor = Evictor(requests, ops, prefix, reports, due, clock, pool, manager, log, counters)
     admission = Admission(budgets, requests, clock, pool, manager, scheduler)
     shortage = Shortage(
