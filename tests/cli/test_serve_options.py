@@ -13,6 +13,7 @@ import yaml
 
 from vtoken.config import VTokenConfig
 from vtoken.engine import server as launch
+from vtoken.errors import ConfigError
 from vtoken_cli.app import main
 from vtoken_cli.commands.serve import engine_settings, serve
 from vtoken_cli.given import build_run
@@ -136,3 +137,15 @@ def test_what_vllm_does_not_know_is_said_in_one_line(capsys):
     err = capsys.readouterr().err
     assert "no-such-flag" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("record_decisions", "grows without end"), ("record_scores", "grows without end"),
+        ("replay_decisions", "a server's are not those"),
+    ],
+)  # fmt: skip
+def test_a_server_neither_records_nor_follows_a_run(key, said):
+    with pytest.raises(ConfigError, match=said):
+        launch.merge_settings({key: "d.jsonl"}, {})

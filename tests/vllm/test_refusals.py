@@ -363,3 +363,18 @@ def test_a_prompt_given_as_embeddings_is_refused_and_the_engine_goes_on():
             "embeds", {"prompt_embeds": embeds}, SamplingParams(max_tokens=4, ignore_eos=True)
         )
     assert [len(f.output_token_ids) for f in run(engine, prompts(2))] == [40, 40]
+
+
+def test_a_cap_above_the_models_length_is_no_reason_to_refuse(vllm_config, monkeypatch):
+    """`max_tokens` as a safety cap: a request ends at the model's length, and needs no more."""
+    from vtoken.vllm_plugin.requests import RequestRefused, check_request
+
+    settings = {"vtoken": {"policy": "streaming-llm", "eviction_ratio": 0.5}}
+    monkeypatch.setattr(vllm_config, "additional_config", settings)
+    monkeypatch.setattr(vllm_config.cache_config, "num_gpu_blocks", 1 + 2048)
+    length = vllm_config.model_config.max_model_len
+    for cap in (1_000_000, 2**31 - 1, length, None):
+        check_request(vllm_config, SimpleNamespace(max_tokens=cap, extra_args=None), 8)
+    monkeypatch.setattr(vllm_config.cache_config, "num_gpu_blocks", 3)
+    with pytest.raises(RequestRefused, match="needs"):
+        check_request(vllm_config, SimpleNamespace(max_tokens=10**6, extra_args=None), 8)

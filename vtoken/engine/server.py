@@ -31,9 +31,13 @@ def merge_settings(given: dict[str, Any], from_vllm: dict[str, Any]) -> VTokenCo
     """
     asked = {**from_vllm, **given}
     config = VTokenConfig.from_mapping({**DEFAULT_SETTINGS, **_platform_policy(), **asked})
-    if config.trace or config.record_scores:
-        key = "trace" if config.trace else "record_scores"
-        raise ConfigError(key, getattr(config, key), "grows without end; not in a server")
+    for key in ("trace", "record_scores", "record_decisions", "replay_decisions"):
+        if getattr(config, key):
+            raise ConfigError(
+                key, getattr(config, key),
+                "grows without end; not in a server" if key != "replay_decisions" else
+                "follows the requests that were recorded; a server's are not those",
+            )  # fmt: skip
     return config
 
 

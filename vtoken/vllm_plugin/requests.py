@@ -50,7 +50,9 @@ def check_request(vllm_config, params, num_prompt_tokens: int, kind: str = "toke
         if cache.num_gpu_blocks:
             engines = max(1, vllm_config.parallel_config.data_parallel_size)
             usable = cache.num_gpu_blocks // engines - 1
-            max_tokens = getattr(params, "max_tokens", None) or 1
+            # As vLLM does: whatever was asked for, a request ends at the model's length.
+            most = max(1, vllm_config.model_config.max_model_len - num_prompt_tokens)
+            max_tokens = min(getattr(params, "max_tokens", None) or 1, most)
             check_fits(config, budget, num_prompt_tokens, max_tokens, cache.block_size, usable)
     except RequestRefused:
         raise
