@@ -40,7 +40,7 @@ class Run:
 
     def vllm_args(self) -> dict[str, Any]:
         """Read the options after `--` with vLLM's own parser (imports vLLM)."""
-        from vtoken_cli.vllm_args import parse_vllm_args
+        from vtoken.engine.vllm_args import parse_vllm_args
 
         return parse_vllm_args(self.extra_args) if self.extra_args else {}
 

@@ -1,19 +1,27 @@
-"""The support matrix says what the code does."""
+"""One list says what works: the checks, `vtoken env` and README's Support section agree."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from vtoken_cli.support_matrix import SUPPORT
+from vtoken.vllm_plugin.support_list import PROPERTIES, SUPPORT
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def readme_rows() -> list[tuple[str, ...]]:
+    """(feature, state, test or reason) of README's table."""
+    text = (ROOT / "README.md").read_text().partition("## Support")[2].partition("\n## ")[0]
+    lines = [x.strip("|").split(" | ") for x in text.splitlines() if x.startswith("| ")]
+    return [tuple(cell.strip() for cell in line) for line in lines[1:]]
+
+
 def test_rows_are_complete_and_differ():
-    features = [row.feature for row in SUPPORT]
-    assert len(set(features)) == len(features)
+    rows = [(row.feature, row.state) for row in SUPPORT]
+    assert len(set(rows)) == len(rows) > 40
     assert all(row.evidence for row in SUPPORT)
 
 
@@ -23,13 +31,44 @@ def test_what_works_names_a_test_that_exists():
             assert (ROOT / row.evidence).is_file(), row
 
 
-@pytest.mark.vllm
-def test_what_the_plugin_refuses_is_listed_with_the_same_reason():
-    from vtoken.vllm_plugin import support
+def test_the_readme_has_the_list():
+    assert readme_rows() == [(row.feature, row.state, row.evidence) for row in SUPPORT]
 
-    listed = {row.feature: row for row in SUPPORT}
-    refused = {feature: why for feature, _, why in support._REFUSED}
-    assert refused
-    for feature, why in refused.items():
-        assert feature in listed, feature
-        assert (listed[feature].state, listed[feature].evidence) == ("refused", why)
+
+def test_the_command_line_shows_the_list(monkeypatch, capsys):
+    from vtoken_cli.app import main
+    from vtoken_cli.commands import env
+
+    monkeypatch.setattr(env, "kernels_in_use", lambda: {"attention": "none", "reason": "left out"})
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["support"] == [row.as_row() for row in SUPPORT]
+
+
+@pytest.mark.parametrize("prop", PROPERTIES, ids=lambda prop: prop.name)
+def test_the_checks_let_in_what_the_list_says_and_nothing_else(prop, caplog):
+    from dataclasses import replace
+
+    from vtoken.errors import UnsupportedError
+
+    def check(value):
+        replace(prop, read=lambda subject: value).check(None)
+
+    for value in [*prop.works, *prop.untested]:
+        check(value)
+    if not prop.works:
+        for value in (None, False):
+            check(value)
+    if prop.why:
+        with pytest.raises(UnsupportedError) as caught:
+            check("what nobody thought of")
+        refused = [row for row in prop.rows() if row.state == "refused"]
+        assert caught.value.allowed == prop.why == refused[-1].evidence
+        assert "what nobody thought of" in caught.value.value
+
+
+def test_every_property_is_checked_somewhere():
+    source = (ROOT / "vtoken" / "vllm_plugin" / "support.py").read_text()
+    assert {f'_check("{prop.of}"' for prop in PROPERTIES} <= {
+        line for line in (f'_check("{of}"' for of in ("engine", "gpu", "scheduler", "spec", "specs",
+                                                     "layer", "prompt")) if line in source
+    }  # fmt: skip

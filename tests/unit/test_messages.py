@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from vtoken.core.messages import (
     MASK_KEPT,
     MASK_PACKED,
     Layout,
+    ScoreReport,
+    WorkerReport,
     joined,
     plan_of_layouts,
 )
@@ -44,8 +47,8 @@ def test_round_trip():
     assert plan.new_token_index.tolist() == [-1, 11, -1, -1]
     assert plan.mask_kind.tolist() == [MASK_PACKED, MASK_PACKED, MASK_GIVEN, MASK_KEPT]
     # An empty row is not "no row": every block may have gone.
-    assert plan.rewrites_row.tolist() == [False, True, True, False]
-    assert [plan.row_of(r).tolist() for r in range(4)] == [[], [2, 0], [], []]
+    assert plan.rewrites_block_table.tolist() == [False, True, True, False]
+    assert [plan.kept_of(r).tolist() for r in range(4)] == [[], [2, 0], [], []]
     moves = [tuple(x.tolist() for x in plan.moves_of(r)) for r in range(4)]
     assert moves == [([], []), ([40, 41, 2**33], [8, 9, 10]), ([], []), ([], [])]
     assert plan.mask_of(0).tolist() == []
@@ -86,3 +89,58 @@ def test_counters_reset_and_listing():
     assert counters.as_dict()["moved_tokens"] == 3
     counters.reset()
     assert set(counters.as_dict().values()) == {0}
+
+
+def report() -> ScoreReport:
+    parts = [np.ones(3, np.float32), np.empty(0, np.float32), np.zeros(2, np.float32)]
+    return ScoreReport.of_parts(7, ["a", "b", "c"], parts)
+
+
+def test_scores_of_several_requests_are_joined():
+    found = report()
+    assert found.start.tolist() == [0, 3, 3, 5] and found.start.dtype == np.int32
+    assert found.scores.tolist() == [1, 1, 1, 0, 0] and found.scores.dtype == np.float32
+
+
+def test_a_report_with_nothing_in_it_is_not_sent():
+    assert not WorkerReport()
+    assert WorkerReport(scores=report()) and WorkerReport(relocation_ns=1)
+    assert WorkerReport(check_counts={})  # the checker's first word: nothing checked yet
+
+
+def test_a_plan_that_carries_a_check_alone_changes_nothing():
+    plan = plan_of_layouts(())
+    plan.check = {"arrivals": [1]}
+    assert plan.says_something
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.check == plan.check and again.req_ids == []
+    for name in ("move_source", "move_destination", "fresh_blocks", "report_req_ids"):
+        assert len(getattr(again, name)) == 0, name
+    for name in ("kept_start", "added_start", "mask_start", "move_start"):
+        assert getattr(again, name).tolist() == [0], name
+
+
+class TestAttach:
+    """On vLLM's output of a step, whichever kind it is."""
+
+    @pytest.fixture
+    def attach(self):
+        pytest.importorskip("vllm")
+        from vtoken.vllm_plugin.runner_v1 import attach
+
+        return attach
+
+    def test_now(self, attach):
+        output = SimpleNamespace(req_ids=["a"])
+        assert attach(output, WorkerReport(relocation_ns=5)).vtoken.relocation_ns == 5
+
+    def test_when_it_is_fetched(self, attach):
+        inner = SimpleNamespace(req_ids=["a"])
+        output = SimpleNamespace(get_output=lambda: inner)
+        assert attach(output, WorkerReport(relocation_ns=5)) is output
+        assert not hasattr(inner, "vtoken")
+        assert output.get_output() is inner and inner.vtoken.relocation_ns == 5
+
+    def test_never_on_the_output_that_empty_steps_share(self, attach):
+        with pytest.raises(AssertionError, match="belongs to a step"):
+            attach(SimpleNamespace(req_ids=[]), WorkerReport(relocation_ns=5))

@@ -41,7 +41,7 @@ def scores_for(book, req_id, step, num_ids):
     part = book.scored_ids(req_id, step)
     if part is None:
         return None
-    by_index = part.scores[part.start : part.start + part.count]
+    by_index = part.scores[part.start : part.start + part.num_ids]
     out = np.full(num_ids, NAN, np.float32)
     for i, score in zip(book.ids_asked(req_id, step).tolist(), by_index, strict=True):
         if 0 <= i < num_ids:

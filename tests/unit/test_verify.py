@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from vtoken.checks.plan import Arrival
 from vtoken.checks.report import KEEP_PROMPT_TOKENS, ReplayLog, make_report, save_report
 from vtoken.config import VTokenConfig
 from vtoken.core.messages import Layout, plan_of_layouts
-from vtoken.errors import ConfigError
+from vtoken.errors import ConfigError, InvariantViolation, UnsupportedError
 from vtoken.verify.matrix import ALL_KINDS, LAYOUTS, PAIRWISE, build_matrix, layouts_of
 from vtoken.verify.replay import load_report
 
@@ -215,7 +216,9 @@ def test_a_report_says_who_where_and_how_to_run_it_again(tmp_path) -> None:
     report = load_report(path)
     assert (report["invariant"], report["request"], report["step"]) == ("I1", "a", 7)
     assert report["ids"] == [4] and report["slots"] == DESTINATION.tolist()
-    assert report["plan"]["move_source"] == SOURCE.tolist() and report["plan"]["row_kept"] == [1, 0]
+    assert report["plan"]["move_source"] == SOURCE.tolist() and report["plan"][
+        "kept_positions"
+    ] == [1, 0]
     assert report["operations"][0]["kind"] == "move"
     assert report["replay"]["requests"] == [
         {"step": 3, "req_id": "a", "prompt_token_ids": [1, 2], "max_tokens": 5}
@@ -277,3 +280,62 @@ def test_what_the_command_runs() -> None:
     assert everything == {
         "reference": True, "invariants": DEFAULT_EVENTS, "faults": True, "quality": DEFAULT_PAIRS,
     }  # fmt: skip
+
+
+def test_a_replay_that_compared_nothing_is_a_failure(monkeypatch) -> None:
+    from vtoken.verify import replay as module
+    from vtoken_cli.commands.verify import _replay
+    from vtoken_cli.given import Run
+    from vtoken_cli.output import Output
+
+    run = Run(out=Output(), own={"replay": "r.json"})
+    monkeypatch.setattr(module, "load_report", lambda path: {"check": "scores", "step": 1})
+    monkeypatch.setattr(module, "replay", lambda report: (None, Tally(changes=1)))
+    _replay(run)
+    monkeypatch.setattr(module, "replay", lambda report: (None, Tally()))
+    with pytest.raises(InvariantViolation, match="nothing was checked"):
+        _replay(run)
+
+
+# ---- faults and engines -------------------------------------------------------------------------
+
+
+def test_an_engine_with_one_half_of_the_checks_is_refused(monkeypatch) -> None:
+    from vtoken.verify import runs
+
+    class OneSided:
+        hooks = SimpleNamespace(checker=object())
+        runner = SimpleNamespace(vtoken_checker=None)
+        vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    engine = OneSided()
+    monkeypatch.setattr(runs, "open_engine", lambda settings, config: engine)
+    with pytest.raises(UnsupportedError, match="--hash-kv 'cuda'"):
+        runs.open_checked_engine(None, VTokenConfig(hash_kv_every=1))
+    assert engine.closed
+    assert runs.open_checked_engine(None, VTokenConfig()) is engine
+
+
+def test_the_catalogue_names_each_fault_once() -> None:
+    from vtoken.verify.catalogue import FAULTS, LIVE_FAULTS, PLAN_FAULTS
+
+    assert len({(f.where, f.name) for f in FAULTS}) == len(FAULTS)
+    assert {f.check for f in LIVE_FAULTS} == set(CHECKS)
+    for fault in PLAN_FAULTS.values():
+        assert set(fault.check.split(" or ")) <= set(INVARIANTS), fault.name
+
+
+def test_what_a_fault_replaces_comes_back() -> None:
+    from vtoken.verify.fault import replaced
+
+    hooks = SimpleNamespace(begin=lambda: "stock")
+    engine = SimpleNamespace(hooks=hooks)
+    with replaced(engine, "begin step", lambda stock: lambda: f"broken {stock()}"):
+        assert hooks.begin() == "broken stock"
+    assert hooks.begin() == "stock"
+    with pytest.raises(AttributeError), replaced(engine, "end step", lambda stock: stock):
+        pass

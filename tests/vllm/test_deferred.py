@@ -179,18 +179,16 @@ def test_replay_with_other_chunks(tmp_path, hf_model):
 
 @pytest.mark.parametrize("policy", [n for n in BUILT_IN if IS_SCORED[n]])
 def test_a_scored_policy_is_refused_where_no_scores_can_be_had(policy, monkeypatch):
-    from vtoken.vllm_plugin.gpu_worker import check_gpu_supported
-    from vtoken.vllm_plugin.support import check_config_supported
+    from vtoken.vllm_plugin.support import check_config_supported, check_gpu_supported
 
     engine = engine_for(VTokenConfig(policy="random"))
     config = VTokenConfig(policy=policy)
     check_config_supported(engine.vllm_config, config, 16)
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.vllm_config.parallel_config, name, 2)
-            with pytest.raises(UnsupportedError, match=f"{policy}.*not summed.*streaming-llm"):
-                check_config_supported(engine.vllm_config, config, 16)
-            check_config_supported(engine.vllm_config, VTokenConfig(policy="random"), 16)
-    with pytest.raises(UnsupportedError, match=f"{policy}.*needs attention scores.*streaming-llm"):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.vllm_config.parallel_config, "tensor_parallel_size", 2)
+        with pytest.raises(UnsupportedError, match=f"{policy}.*not summed.*streaming-llm"):
+            check_config_supported(engine.vllm_config, config, 16)
+        check_config_supported(engine.vllm_config, VTokenConfig(policy="random"), 16)
+    with pytest.raises(UnsupportedError, match=f"{policy}.*need attention scores.*streaming-llm"):
         check_gpu_supported(config, 16)
     check_gpu_supported(VTokenConfig(policy="streaming-llm"), 16)

@@ -9,7 +9,8 @@ pytest.importorskip("vllm")
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import UnsupportedError
-from vtoken.vllm_plugin.gpu_worker import check_gpu_supported, move_tokens
+from vtoken.vllm_plugin.gpu_worker import move_tokens
+from vtoken.vllm_plugin.support import check_gpu_supported
 
 
 def test_moves_read_all_sources_before_they_write():
@@ -28,15 +29,15 @@ def test_moves_read_all_sources_before_they_write():
 
 
 @pytest.mark.parametrize(
-    ("settings", "option"),
+    ("settings", "named"),
     [
-        ({"mode": "naive", "policy": "random"}, "--mode"),
-        ({"policy": "random", "fragmentation_threshold": 0.3}, "--fragmentation-threshold"),
-        ({"policy": "h2o"}, "--policy"),
+        ({"mode": "naive", "policy": "random"}, "layout on GPUs: with holes"),
+        ({"policy": "random", "fragmentation_threshold": 0.3}, "layout on GPUs: with holes"),
+        ({"policy": "h2o"}, "policies on GPUs: h2o"),
     ],
 )
-def test_what_needs_a_kernel_of_ours_is_refused_with_what_works(settings, option):
-    with pytest.raises(UnsupportedError, match=option):
+def test_what_needs_a_kernel_of_ours_is_refused_with_what_works(settings, named):
+    with pytest.raises(UnsupportedError, match=named):
         check_gpu_supported(VTokenConfig.from_mapping(settings), 16)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from vtoken.errors import ConfigError
 from vtoken.vllm_plugin import plugin
+from vtoken.vllm_plugin.support_list import OUR_SCHEDULERS, OUR_WORKERS
 
 pytestmark = pytest.mark.vllm
 
@@ -77,8 +78,8 @@ def test_the_entry_point_does_it_all_in_spawned_processes(tmp_path, model_path):
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(x for x in done.stdout.splitlines() if x.startswith("FOUND "))
     found = json.loads(line.removeprefix("FOUND "))
-    assert found["scheduler"] in (plugin.SCHEDULER, plugin.ASYNC_SCHEDULER)
-    assert found["worker"] == plugin.CPU_WORKER
+    assert found["scheduler"] in OUR_SCHEDULERS.values()
+    assert found["worker"] == OUR_WORKERS["cpu"]
     assert found["client"] == "SyncMPClient"  # another process, not this one
     assert found["tokens"] == [60, 60] and found["after"] == [60]
     assert "needs 19 KV blocks" in found["refused"] and "has 12" in found["refused"]
@@ -104,8 +105,8 @@ def engine_args(model_path, monkeypatch):
 class TestClasses:
     def test_set_where_the_user_set_none(self, engine_args):
         config = engine_args({"policy": "random"}, async_scheduling=False)
-        assert config.scheduler_config.scheduler_cls == plugin.SCHEDULER
-        assert config.parallel_config.worker_cls == plugin.CPU_WORKER
+        assert config.scheduler_config.scheduler_cls == OUR_SCHEDULERS[False]
+        assert config.parallel_config.worker_cls == OUR_WORKERS["cpu"]
 
     def test_async_scheduling_gets_the_async_scheduler(self, engine_args):
         from vtoken.vllm_plugin.plugin import finish_config
@@ -114,7 +115,7 @@ class TestClasses:
         config.scheduler_config.scheduler_cls = None
         config.scheduler_config.async_scheduling = True
         finish_config(config)
-        assert config.scheduler_config.scheduler_cls == plugin.ASYNC_SCHEDULER
+        assert config.scheduler_config.scheduler_cls == OUR_SCHEDULERS[True]
 
     @pytest.mark.parametrize("settings", [None, {"mode": "native"}])
     def test_left_alone_without_settings_and_in_native(self, engine_args, settings):
@@ -122,12 +123,27 @@ class TestClasses:
         assert config.scheduler_config.scheduler_cls is None
         assert config.parallel_config.worker_cls.startswith("vllm.")
 
-    def test_never_over_a_users_own_choice(self, engine_args):
-        scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
-        worker = "vllm.v1.worker.cpu_worker.CPUWorker"
-        config = engine_args({"policy": "random"}, scheduler_cls=scheduler, worker_cls=worker)
-        assert config.scheduler_config.scheduler_cls == scheduler
-        assert config.parallel_config.worker_cls == worker
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("scheduler_cls", "vllm.v1.core.sched.scheduler.Scheduler"),
+            ("worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker"),
+        ],
+    )
+    def test_a_users_own_is_refused_beside_ours_and_kept_without_us(
+        self, engine_args, option, value
+    ):
+        with pytest.raises(ConfigError, match=f"{option[:-4]} class: {value}"):
+            engine_args({"policy": "random"}, **{option: value})
+        config = engine_args({"mode": "native"}, **{option: value})
+        section = config.scheduler_config if "sched" in option else config.parallel_config
+        assert getattr(section, option) == value
+
+    def test_both_of_ours_named_by_hand_are_ours(self, engine_args):
+        config = engine_args(
+            {"policy": "random"}, scheduler_cls=OUR_SCHEDULERS[False], worker_cls=OUR_WORKERS["cpu"]
+        )
+        assert config.scheduler_config.scheduler_cls == OUR_SCHEDULERS[False]
 
     def test_registering_again_changes_nothing(self, engine_args):
         from vllm.engine.arg_utils import EngineArgs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from broken_code import break_code
 from one_engine import engine_for
 from prefix_schedules import Sizes, check_schedule
 
@@ -65,21 +66,9 @@ def test_warm_equals_cold_on_smollm2():
     run_schedules(engine, range(2000, 2000 + num), sizes)
 
 
-def _blocks_keep_their_hash(monkeypatch):
-    from vllm.v1.core.block_pool import BlockPool
-
-    monkeypatch.setattr(BlockPool, "evict_blocks", lambda self, block_ids: None)
-
-
-def _evicted_requests_are_cached(monkeypatch):
-    from vtoken.scheduling.requests import RunningRequests
-
-    monkeypatch.setattr(RunningRequests, "has_evicted", lambda self, req_id: False)
-
-
-@pytest.mark.parametrize("broken", [_blocks_keep_their_hash, _evicted_requests_are_cached])
-def test_a_broken_cache_is_found(broken, monkeypatch):
-    broken(monkeypatch)
+@pytest.mark.parametrize("name", ["blocks keep their hash", "evicted requests are cached"])
+def test_a_broken_cache_is_found(name, monkeypatch):
+    break_code(monkeypatch, name)
     engine = tiny_engine()
     with pytest.raises(AssertionError, match="was written|holds other K and V|VTokenConfig"):
         for seed in range(6):

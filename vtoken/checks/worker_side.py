@@ -60,7 +60,8 @@ class WorkerChecker(Checker):
 
     def before_moves(self, runner, scheduler_output) -> None:
         """Hash the layouts of the last step, of all requests that change in this one."""
-        self._plan = plan = getattr(getattr(scheduler_output, "vtoken", None), "check", None)
+        sent = getattr(scheduler_output, "vtoken", None)
+        self._plan = plan = None if sent is None else sent.check
         self._step_plan = getattr(scheduler_output, "vtoken", None)
         self._before = {}
         log = self.books.log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 import numpy as np
 
@@ -41,7 +42,13 @@ class Budget:
             return None
         return max(self.policy.floor_tokens, self.kv_budget_tokens)
 
-    def tokens(self, num_computed_tokens):
+    @overload
+    def tokens(self, num_computed_tokens: int) -> int: ...
+
+    @overload
+    def tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray: ...
+
+    def tokens(self, num_computed_tokens: int | np.ndarray) -> int | np.ndarray:
         """The budget at a logical length (or an array of lengths), in tokens."""
         if self._absolute is not None and not isinstance(num_computed_tokens, np.ndarray):
             return self._absolute
@@ -66,12 +73,11 @@ class Budget:
         gone, interval = num_evicted + num_protected, self.interval_tokens
         if self._absolute is not None:
             return max(now, self._absolute + interval + gone)
-        if self.eviction_ratio == 0.0:
+        ratio = self.eviction_ratio
+        if not ratio:
             return NEVER
         least = self.policy.floor_tokens + interval + num_evicted
-        length = max(
-            least, int((num_evicted + interval) / self.eviction_ratio) - 2, now - num_protected
-        )
+        length = max(least, int((num_evicted + interval) / ratio) - 2, now - num_protected)
         while length - num_evicted < self.tokens(length) + interval:
             length += 1
         return length + num_protected
@@ -106,7 +112,18 @@ def peak_tokens(
     return min(num_tokens, peak + max(0, chunk_tokens - 1) + late_tokens)
 
 
-def peak_blocks(budget: Budget | None, num_tokens: int, block_size: int, **how) -> int:
-    """`peak_tokens` in blocks; a prompt's chunk is one block there unless `how` says otherwise."""
-    how = {"chunk_tokens": block_size} | how
-    return cdiv(peak_tokens(budget, num_tokens, **how), block_size)
+def peak_blocks(
+    budget: Budget | None,
+    num_tokens: int,
+    block_size: int,
+    *,
+    chunk_tokens: int | None = None,
+    under_pressure: bool = False,
+    late_tokens: int = 0,
+) -> int:
+    """`peak_tokens` in blocks; a prompt's chunk is one block there unless it is given."""
+    peak = peak_tokens(
+        budget, num_tokens, block_size if chunk_tokens is None else chunk_tokens,
+        under_pressure=under_pressure, late_tokens=late_tokens,
+    )  # fmt: skip
+    return cdiv(peak, block_size)

@@ -1,4 +1,7 @@
-"""What goes over the wire: a StepPlan to the workers, a WorkerReport back. Plain data, picklable.
+"""What goes over the wire: one attribute each way, plain data, picklable.
+
+scheduler_output.vtoken        StepPlan, None where nothing changes
+model_runner_output.vtoken     WorkerReport, absent where there is nothing to say
 
 Shape legend: R requests whose layout changes in a step, M moves of a step.
 """
@@ -8,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 # StepPlan.mask_kind
 MASK_KEPT = 0  # the worker's mask of this request stays as it is (growth is live)
@@ -33,11 +38,11 @@ class StepPlan:
         num_reclaimed: int32[R], logical minus physical length, valid from this step on.
         new_token_index: int32[R], physical index of this step's single new token, -1 for the
             packed end.
-        rewrites_row: bool[R]; row_kept[row_start[r]:row_start[r+1]]: int32, row positions that
-            stay, in new order, before this step's new blocks are appended. Positions, not ids:
+        rewrites_block_table: bool[R]; kept_positions[kept_start[r]:kept_start[r+1]]: int32,
+            positions that stay, in new order, before this step's new blocks are appended. Positions, not ids:
             a freed id can come back in this same step.
-        row_added[added_start[r]:added_start[r+1]]: int32, block ids put at the end of the row
-            before `row_kept` chooses from it: private blocks for tokens copied out of shared ones.
+        added_blocks[added_start[r]:added_start[r+1]]: int32, block ids put at the end
+            before `kept_positions` chooses from it: private blocks for tokens copied out of shared ones.
         mask_kind: uint8[R]; mask_bits[mask_start[r]:mask_start[r+1]]: packed little-endian bits,
             one per physical index, set where live; bits past the end are set: growth is live.
         move_source, move_destination: int64[M], vLLM slots; move_start: int32[R+1].
@@ -51,11 +56,11 @@ class StepPlan:
     req_ids: list[str]
     num_reclaimed: np.ndarray
     new_token_index: np.ndarray
-    rewrites_row: np.ndarray
-    row_start: np.ndarray
-    row_kept: np.ndarray
+    rewrites_block_table: np.ndarray
+    kept_start: np.ndarray
+    kept_positions: np.ndarray
     added_start: np.ndarray
-    row_added: np.ndarray
+    added_blocks: np.ndarray
     mask_kind: np.ndarray
     mask_start: np.ndarray
     mask_bits: np.ndarray
@@ -74,11 +79,11 @@ class StepPlan:
             self.req_ids or self.report_req_ids or len(self.fresh_blocks) or self.check is not None
         )
 
-    def row_of(self, r: int) -> np.ndarray:
-        return self.row_kept[self.row_start[r] : self.row_start[r + 1]]
+    def kept_of(self, r: int) -> np.ndarray:
+        return self.kept_positions[self.kept_start[r] : self.kept_start[r + 1]]
 
     def added_of(self, r: int) -> np.ndarray:
-        return self.row_added[self.added_start[r] : self.added_start[r + 1]]
+        return self.added_blocks[self.added_start[r] : self.added_start[r + 1]]
 
     def mask_of(self, r: int) -> np.ndarray:
         """bool[physical length rounded up to 8], the live mask of request r."""
@@ -111,10 +116,10 @@ class Layout:
 
 def plan_of_layouts(layouts: Sequence[Layout]) -> StepPlan:
     """Flatten entries, in their order."""
-    row_start, row_kept = _ragged(
+    kept_start, kept_positions = _ragged(
         [_NO_INTS if x.kept is None else x.kept for x in layouts], np.int32
     )
-    added_start, row_added = _ragged([np.array(x.added, np.int32) for x in layouts], np.int32)
+    added_start, added_blocks = _ragged([np.array(x.added, np.int32) for x in layouts], np.int32)
     mask_start, mask_bits = _ragged([_bits(x.mask) for x in layouts], np.uint8)
     move_start, move_source = _ragged([x.move_source for x in layouts], np.int64)
     _, move_destination = _ragged([x.move_destination for x in layouts], np.int64)
@@ -122,11 +127,11 @@ def plan_of_layouts(layouts: Sequence[Layout]) -> StepPlan:
         req_ids=[x.req_id for x in layouts],
         num_reclaimed=np.array([x.num_reclaimed for x in layouts], np.int32),
         new_token_index=np.array([x.new_token_index for x in layouts], np.int32),
-        rewrites_row=np.array([x.kept is not None for x in layouts], bool),
-        row_start=row_start,
-        row_kept=row_kept,
+        rewrites_block_table=np.array([x.kept is not None for x in layouts], bool),
+        kept_start=kept_start,
+        kept_positions=kept_positions,
         added_start=added_start,
-        row_added=row_added,
+        added_blocks=added_blocks,
         mask_kind=np.array([x.mask_kind for x in layouts], np.uint8),
         mask_start=mask_start,
         mask_bits=mask_bits,
@@ -141,9 +146,9 @@ def plan_of_packed(
     req_ids: list[str],
     num_reclaimed: np.ndarray,
     new_token_index: np.ndarray,
-    rewrites_row: np.ndarray,
-    row_start: np.ndarray,
-    row_kept: np.ndarray,
+    rewrites_block_table: np.ndarray,
+    kept_start: np.ndarray,
+    kept_positions: np.ndarray,
     move_start: np.ndarray,
     move_source: np.ndarray,
     move_destination: np.ndarray,
@@ -151,14 +156,14 @@ def plan_of_packed(
     """A plan of requests that are all packed and share no block; arrays as in StepPlan."""
     nothing, packed = _constants(len(req_ids))
     return StepPlan(
-        req_ids, num_reclaimed, new_token_index, rewrites_row, row_start, row_kept,
+        req_ids, num_reclaimed, new_token_index, rewrites_block_table, kept_start, kept_positions,
         nothing, _NO_INTS, packed, nothing, _NO_BITS, move_start, move_source, move_destination,
     )  # fmt: skip
 
 
 def joined(first: StepPlan, second: StepPlan) -> StepPlan:
     """One plan of what two say of different requests."""
-    parts: dict = {"req_ids": first.req_ids + second.req_ids}
+    parts: dict[str, Any] = {"req_ids": first.req_ids + second.req_ids}
     for f in fields(StepPlan)[1:14]:
         a, b = getattr(first, f.name), getattr(second, f.name)
         if f.name.endswith("_start"):
@@ -167,7 +172,7 @@ def joined(first: StepPlan, second: StepPlan) -> StepPlan:
     return StepPlan(**parts)
 
 
-def _ragged(parts: list[np.ndarray], dtype) -> tuple[np.ndarray, np.ndarray]:
+def _ragged(parts: list[np.ndarray], dtype: npt.DTypeLike) -> tuple[np.ndarray, np.ndarray]:
     """(starts int32[E + 1], flat array) of parts one after another."""
     start = np.zeros(len(parts) + 1, np.int32)
     np.cumsum([len(p) for p in parts], out=start[1:])
@@ -207,6 +212,12 @@ class ScoreReport:
     start: np.ndarray
     scores: np.ndarray
 
+    @classmethod
+    def of_parts(cls, step_seq: int, req_ids: list[str], parts: list[np.ndarray]) -> ScoreReport:
+        """Join the scores of each request."""
+        start = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int32)
+        return cls(step_seq, list(req_ids), start, np.concatenate(parts))
+
 
 @dataclass(slots=True)
 class WorkerReport:
@@ -221,3 +232,6 @@ class WorkerReport:
     scores: ScoreReport | None = None
     relocation_ns: int = 0
     check_counts: dict[str, list[int]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.scores is not None or self.relocation_ns or self.check_counts is not None)

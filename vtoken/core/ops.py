@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -112,7 +112,9 @@ class Change:
         return np.setdiff1d(positions[positions >= 0], self.released)
 
 
-def apply_to_block_table(change: Change, blocks: list, placeholder: object = None) -> list:
+def apply_to_block_table(
+    change: Change, blocks: list[Any], placeholder: object = None
+) -> list[Any]:
     """Bring a pool's list of a request's blocks in step with a change, in place.
 
     Returns:
@@ -136,10 +138,10 @@ def apply_to_block_table(change: Change, blocks: list, placeholder: object = Non
 
 
 class ScoredIds(NamedTuple):
-    """One request's scores: entries start .. start + count - 1 of an array.
+    """One request's scores: entries start .. start + num_ids - 1 of an array.
 
     Attributes:
-        ids: int32[count], their logical ids in no order, -1 for a hole; None: those at the first
+        ids: int32[num_ids], their logical ids in no order, -1 for a hole; None: those at the first
             physical indices of the request's table.
         scores: float32, NaN for none.
     """
@@ -147,11 +149,11 @@ class ScoredIds(NamedTuple):
     ids: np.ndarray | None
     scores: np.ndarray
     start: int
-    count: int
+    num_ids: int
 
 
 class Draw(NamedTuple):
-    """One request's random draw: `count` different numbers below `num_candidates`.
+    """One request's random draw: `num_draws` different numbers below `num_candidates`.
 
     Attributes:
         entropy: what `RequestView.rng` seeds its generator with.
@@ -159,7 +161,7 @@ class Draw(NamedTuple):
 
     entropy: tuple[int, int, int]
     num_candidates: int
-    count: int
+    num_draws: int
 
 
 class TableOps(Protocol):

@@ -8,6 +8,7 @@ compiled. See `vtoken.core.ops` for what each operation does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -84,7 +85,9 @@ class ScalarOps:
 
     def draw(self, draws: Sequence[Draw]) -> np.ndarray:
         parts = [
-            np.random.default_rng(d.entropy).choice(d.num_candidates, size=d.count, replace=False)
+            np.random.default_rng(d.entropy).choice(
+                d.num_candidates, size=d.num_draws, replace=False
+            )
             for d in draws
         ]
         return np.concatenate(parts)
@@ -115,7 +118,7 @@ class ScalarOps:
     ) -> StepPlan:
         return plan_of_layouts(
             [
-                _place(change, count, lambda first, e=e: block_ids_from(e, first))
+                _place(change, count, partial(block_ids_from, e))
                 for e, (change, count) in enumerate(zip(changes, num_new, strict=True))
             ]
         )
@@ -125,10 +128,10 @@ def scores_by_id(table: RequestTable, given: ScoredIds) -> np.ndarray:
     """float32[num_computed_tokens], scores by logical id, NaN where there is none."""
     ids = given.ids
     if ids is None:
-        ids = table.ids_by_physical_index()[: given.count]
+        ids = table.ids_by_physical_index()[: given.num_ids]
     out = np.full(table.num_computed_tokens + 1, np.nan, np.float32)
     # Those of holes (-1) end up behind the last id.
-    out[ids] = given.scores[given.start : given.start + given.count]
+    out[ids] = given.scores[given.start : given.start + given.num_ids]
     return out[:-1]
 
 
@@ -151,12 +154,12 @@ def _release_dead_in_place(change: Change) -> None:
     """`naive`: fully dead blocks go, and leave a placeholder."""
     table = change.table
     full = table.num_physical_tokens // table.block_size
-    handles = table.row[:full]
+    handles = table.block_table[:full]
     dead = (table.live_in[handles] == 0) & (table.block_id[handles] != NULL_BLOCK)
     released = np.flatnonzero(dead)
     if len(released):
-        table.block_id[table.row[released]] = NULL_BLOCK
-        gone = np.isin(table.holes // table.block_size, table.row[released])
+        table.block_id[table.block_table[released]] = NULL_BLOCK
+        gone = np.isin(table.holes // table.block_size, table.block_table[released])
         table.holes = table.holes[~gone]
     change.has_evicted, change.keeps_placeholders = True, True
     change.released = released.tolist()
@@ -208,14 +211,14 @@ def _drop_dead(table: RequestTable, kept: np.ndarray) -> None:
     below = kept[kept < used]
     tail_slots = table.num_physical_tokens - (used - 1) * N
     tail_kept = len(below) > 0 and int(below[-1]) == used - 1
-    gone = table.set_row(kept)
+    gone = table.set_block_table(kept)
     table.holes = table.holes[table.pos_of[table.holes // N] >= 0]
     table.forget_handles(gone)
     full = len(below) - tail_kept
     table.num_physical_tokens = full * N + (tail_slots if tail_kept else 0)
 
 
-def _place(change: Change, num_new: int, block_ids_from: Callable) -> Layout:
+def _place(change: Change, num_new: int, block_ids_from: Callable[[int], Sequence[int]]) -> Layout:
     table, moves = change.table, change.rules.moves
     layout = Layout(table.req_id, added=change.added)
     if change.rewrites_block_table:
@@ -253,7 +256,7 @@ def _pack(change: Change, num_new: int, layout: Layout) -> int:
         layout.move_source = table.slots_of(placement.source)
         layout.move_destination = table.slots_of(placement.destination)
         table.apply_moves(placement.source, placement.destination)
-    table.forget_handles(table.set_row(kept))
+    table.forget_handles(table.set_block_table(kept))
     table.holes = NO_SLOTS
     table.num_physical_tokens = table.num_live_tokens
     if placement.reused < 0:

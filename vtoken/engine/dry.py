@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from vtoken.config import VTokenConfig
-from vtoken.core.messages import ScoreReport, WorkerReport
+from vtoken.core.messages import ScoreReport, StepPlan, WorkerReport
 from vtoken.engine.base import FinishedRequest, StepEngine
 from vtoken.engine.fast_forward import TOKEN, BulkSteps, FastForward
 from vtoken.errors import ConfigError
@@ -173,17 +173,16 @@ class DryEngine(StepEngine):
         )
         plan = getattr(scheduler_output, "vtoken", None)
         if plan is not None and plan.report_req_ids:
-            out.vtoken = WorkerReport(scores=self._make_report(plan))
+            out.vtoken = WorkerReport(scores=self._make_scores(plan))
         return out
 
-    def _make_report(self, plan):
+    def _make_scores(self, plan: StepPlan) -> ScoreReport:
         ids = [self.hooks.reports.ids_asked(r, plan.step_seq) for r in plan.report_req_ids]
         parts = [
             np.asarray(self.score_source(r, plan.step_seq, i), np.float32)
             for r, i in zip(plan.report_req_ids, ids, strict=True)
         ]
-        start = np.concatenate([[0], np.cumsum([len(p) for p in parts])])
-        return ScoreReport(plan.step_seq, list(plan.report_req_ids), start, np.concatenate(parts))
+        return ScoreReport.of_parts(plan.step_seq, plan.report_req_ids, parts)
 
     def _update(self, scheduler_output, model_output):
         outputs = self.scheduler.update_from_output(scheduler_output, model_output)
@@ -224,34 +223,27 @@ class DryEngine(StepEngine):
         self.scheduler = None
 
 
-def _model_folder(settings: DrySettings) -> str:
-    """A folder with a config.json alone: all that vLLM's config needs."""
-    folder = Path(tempfile.mkdtemp(prefix="vtoken-dry-"))
+def _write_model_config(folder: str, settings: DrySettings) -> None:
+    """Write a config.json: all that vLLM's config needs of a model."""
     heads = settings.num_kv_heads
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"], "model_type": "llama",
-                "hidden_size": heads * settings.head_size, "head_dim": settings.head_size,
-                "num_attention_heads": heads, "num_key_value_heads": heads,
-                "num_hidden_layers": settings.num_layers, "intermediate_size": 64,
-                "max_position_embeddings": settings.max_model_len, "vocab_size": 128256,
-                "torch_dtype": "bfloat16",
-            }
-        )
-    )  # fmt: skip
-    return str(folder)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "hidden_size": heads * settings.head_size, "head_dim": settings.head_size,
+        "num_attention_heads": heads, "num_key_value_heads": heads,
+        "num_hidden_layers": settings.num_layers, "intermediate_size": 64,
+        "max_position_embeddings": settings.max_model_len, "vocab_size": 128256,
+    }  # fmt: skip
+    (Path(folder) / "config.json").write_text(json.dumps(config))
 
 
 def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    import shutil
-
     import torch
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
         ModelConfig,
+        ParallelConfig,
         SchedulerConfig,
         VllmConfig,
     )
@@ -260,6 +252,7 @@ def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
 
     from vtoken.vllm_plugin import plugin
     from vtoken.vllm_plugin.manager import VTokenFullAttentionSpec
+    from vtoken.vllm_plugin.support_list import OUR_WORKERS
 
     plugin.register()
     hooked = config is not None and config.hooks_installed
@@ -267,8 +260,8 @@ def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
         from vtoken.engine.cpu import keep_async_scheduling
 
         keep_async_scheduling()
-    folder = _model_folder(settings)
-    try:
+    with tempfile.TemporaryDirectory(prefix="vtoken-dry-") as folder:
+        _write_model_config(folder, settings)
         vllm_config = VllmConfig(
             model_config=ModelConfig(
                 folder, skip_tokenizer_init=True, max_model_len=settings.max_model_len,
@@ -283,11 +276,10 @@ def _build_scheduler(settings: DrySettings, config: VTokenConfig | None):
                 max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
                 is_encoder_decoder=False, async_scheduling=settings.async_scheduling,
             ),
+            parallel_config=ParallelConfig(worker_cls=OUR_WORKERS["cpu"] if hooked else "auto"),
             device_config=DeviceConfig("cpu"),
             additional_config={"vtoken": config.model_dump(exclude_defaults=True)} if hooked else {},
         )  # fmt: skip
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if hooked:
         plugin.finish_config(vllm_config)
     spec = FullAttentionSpec(

@@ -61,47 +61,24 @@ class RealEngine(StepEngine):
             raise EngineError(f"vLLM could not start: {error}") from error
 
     def _engine_args(self, model: str) -> dict:
-        s = self.settings
-        args = {
-            "model": model,
-            "seed": s.seed,
-            "tensor_parallel_size": s.tensor_parallel_size,
-            "disable_log_stats": True,
-            "block_size": s.block_size,
-            "gpu_memory_utilization": s.gpu_memory_utilization,
-            "kv_cache_memory_bytes": s.kv_cache_memory_bytes,
-            "max_model_len": s.max_model_len,
-            "max_num_seqs": s.max_num_seqs,
-            "max_num_batched_tokens": s.max_num_batched_tokens,
-            "dtype": s.dtype,
-            "enable_prefix_caching": s.enable_prefix_caching,
-        }
-        args = {k: v for k, v in args.items() if v is not None}
-        if s.num_kv_blocks is not None:
-            args["num_gpu_blocks_override"] = s.num_kv_blocks + 1  # block 0 is the null block
+        args = {"disable_log_stats": True, **self.settings.vllm_settings(), "model": model}
         if self.config is not None and self.config.hooks_installed:
             settings = self.config.model_dump(exclude_defaults=True) | {"mode": self.config.mode}
             args["additional_config"] = {"vtoken": settings}
         self._add_platform_defaults(args)
-        args.update(s.vllm_args)
+        args.update(self.settings.vllm_args)
         return args
 
     def _add_platform_defaults(self, args: dict) -> None:
-        from vllm.platforms import current_platform
+        from vtoken.engine import cpu
 
+        args.update(cpu.platform_defaults(args, self.config))
         if self.settings.async_scheduling:
             args["async_scheduling"] = True
-        if not current_platform.is_cpu():
+        if not cpu.engine_runs_on_cpu():
             return
-        from vtoken.engine.cpu import default_block_size, keep_async_scheduling
-
-        args.setdefault("block_size", default_block_size(self.config))
-        args.setdefault("dtype", "float32")  # about twice as fast as bfloat16 without AMX
-        args.setdefault("enforce_eager", True)  # inductor gains nothing here, and costs minutes
-        if "gpu_memory_utilization" not in args:
-            args.setdefault("kv_cache_memory_bytes", 2 << 30)
         if self.settings.async_scheduling:
-            keep_async_scheduling()
+            cpu.keep_async_scheduling()
         else:  # said outright: an engine of this process may have kept it on for good
             args.setdefault("async_scheduling", False)
 

@@ -22,18 +22,6 @@ DEFAULT_SETTINGS: dict[str, Any] = {"evict_when": "pressure"}
 PLUGIN_NAME = "vtoken"
 ENDPOINT_GROUP = "vllm.endpoint_plugins"
 
-# EngineSettings' field -> vLLM's flag
-_FLAGS = {
-    "gpu_memory_utilization": "--gpu-memory-utilization",
-    "kv_cache_memory_bytes": "--kv-cache-memory-bytes",
-    "block_size": "--block-size",
-    "max_model_len": "--max-model-len",
-    "max_num_seqs": "--max-num-seqs",
-    "dtype": "--dtype",
-    "tensor_parallel_size": "--tensor-parallel-size",
-    "seed": "--seed",
-}
-
 
 def merge_settings(given: dict[str, Any], from_vllm: dict[str, Any]) -> VTokenConfig:
     """Settings of the server: the defaults, `--additional-config`, then the command line.
@@ -51,9 +39,9 @@ def merge_settings(given: dict[str, Any], from_vllm: dict[str, Any]) -> VTokenCo
 
 def _platform_policy() -> dict[str, str]:
     """A default policy that this platform can run: scores exist on CPUs only."""
-    from vllm.platforms import current_platform
+    from vtoken.engine.cpu import engine_runs_on_cpu
 
-    return {} if current_platform.is_cpu() else {"policy": "streaming-llm"}
+    return {} if engine_runs_on_cpu() else {"policy": "streaming-llm"}
 
 
 def vllm_argv(
@@ -66,44 +54,32 @@ def vllm_argv(
         extra: what followed `--`.
         given: `extra` as vLLM's parser reads it, only what is there.
     """
+    from vtoken.engine.cpu import platform_defaults
     from vtoken.engine.settings import EngineSettings
     from vtoken.models import resolve_model
 
     settings = EngineSettings(**engine)  # checks the values
-    argv = ["--model", resolve_model(settings.model)]
+    wanted = {"model": resolve_model(settings.model)}
     if "served_model_name" not in given:
-        argv += ["--served-model-name", settings.model]
-    argv += _platform_defaults(config, {**given, **engine})
-    for key, flag in _FLAGS.items():
-        if key in engine:
-            argv += [flag, str(engine[key])]
-    if settings.num_kv_blocks is not None:
-        argv += ["--num-gpu-blocks-override", str(settings.num_kv_blocks + 1)]  # + the null block
-    argv += extra
+        wanted["served_model_name"] = settings.model
+    wanted |= platform_defaults(
+        {*given, *engine}, config, pool_bytes=1 << 30 if "num_kv_blocks" in engine else 2 << 30
+    )
+    taken = settings.vllm_settings()
+    wanted |= {name: taken[name] for name in engine if name in taken and name != "model"}
+    if "num_gpu_blocks_override" in taken:
+        wanted["num_gpu_blocks_override"] = taken["num_gpu_blocks_override"]
+    argv = [word for name, value in wanted.items() for word in _as_flag(name, value)] + [*extra]
     additional = given.get("additional_config") or {}
     data = config.model_dump(exclude_unset=True) | {"mode": config.mode}
     return [*argv, "--additional-config", json.dumps({**additional, "vtoken": data})]
 
 
-def _platform_defaults(config: VTokenConfig, given: dict[str, Any]) -> list[str]:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return []
-    from vtoken.engine.cpu import default_block_size
-
-    defaults: list[str] = []
-    if "block_size" not in given:
-        defaults += ["--block-size", str(default_block_size(config))]
-    if "dtype" not in given:
-        defaults += ["--dtype", "float32"]  # about twice as fast as bfloat16 without AMX
-    if not {"enforce_eager", "compilation_config"} & given.keys():
-        defaults += ["--enforce-eager"]  # inductor gains nothing here, and costs minutes
-    if not {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_kv_blocks"} & given.keys():
-        defaults += ["--kv-cache-memory-bytes", str(2 << 30)]
-    elif "num_kv_blocks" in given and "kv_cache_memory_bytes" not in given:
-        defaults += ["--kv-cache-memory-bytes", str(1 << 30)]
-    return defaults
+def _as_flag(name: str, value: Any) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", str(value)]
 
 
 def make_parser(extra: Sequence[str]):
@@ -143,13 +119,14 @@ def allow_status_page(wanted: bool) -> bool | str:
         True, or the reason why there will be no page.
     """
     os.environ["VTOKEN_STATUS_PAGE"] = "1" if wanted else "0"
-    if not wanted:
-        return "--no-status-page"
     listed = os.environ.get("VLLM_PLUGINS")
-    if listed is not None:
+    if listed is not None:  # without our name there would be no eviction either
         names = [n for n in listed.split(",") if n]
         if PLUGIN_NAME not in names:
             os.environ["VLLM_PLUGINS"] = ",".join([*names, PLUGIN_NAME])
+    if not wanted:
+        return "--no-status-page"
+    if listed is not None:
         return True
     installed = {ep.name for group in _PLUGIN_GROUPS for ep in entry_points(group=group)}
     pages = {ep.name for ep in entry_points(group=ENDPOINT_GROUP)} - {PLUGIN_NAME}
@@ -191,6 +168,10 @@ def serve(
     """
     # A wrong setting is said at once, not after half a minute of imports.
     VTokenConfig.from_mapping(given).make_policy(block_size=16)
+    from vtoken.vllm_plugin import compat, plugin
+
+    compat.check_version(compat.vllm_version())
+    plugin.register()  # also where vLLM finds no entry point: a source tree that is not installed
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vtoken.errors import ConfigError
@@ -50,6 +50,14 @@ class EngineSettings:
             raise ConfigError("--gpu-mem-util", share, "a share of memory, above 0 and at most 1")
         if self.block_size is not None and self.block_size % 16:
             raise ConfigError("--block-size", self.block_size, "a multiple of 16 tokens")
+
+    def vllm_settings(self) -> dict[str, Any]:
+        """What was set, as keyword arguments of vLLM's EngineArgs; `vllm_args` apart."""
+        own = ("num_kv_blocks", "async_scheduling", "vllm_args")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        if self.num_kv_blocks is not None:
+            given["num_gpu_blocks_override"] = self.num_kv_blocks + 1  # block 0 is the null block
+        return {name: value for name, value in given.items() if value is not None}
 
 
 _POSITIVE = {

@@ -250,9 +250,11 @@ def budget_tokens(
     if not isinstance(num_computed_tokens, np.ndarray):
         if kv_budget_tokens is not None:
             return max(floor_tokens, kv_budget_tokens)
+        assert eviction_ratio is not None
         return max(floor_tokens, ceil((1.0 - eviction_ratio) * num_computed_tokens - _SLACK))
     if kv_budget_tokens is not None:
         kept = kv_budget_tokens + 0 * num_computed_tokens
     else:
+        assert eviction_ratio is not None
         kept = np.ceil((1.0 - eviction_ratio) * num_computed_tokens - _SLACK)
     return np.maximum(floor_tokens, kept).astype(np.int64)

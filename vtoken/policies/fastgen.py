@@ -101,6 +101,7 @@ class FastGen(Policy):
     def choose_profile(self, view: RequestView, scores: np.ndarray, classes: np.ndarray) -> int:
         """The lowest class that the chosen profile keeps: SPECIAL (cheapest) to LOCAL (widest)."""
         drawn = np.bincount(classes, scores, minlength=SPECIAL + 1)
+        assert view.scores is not None
         low, high = self.candidate_range(view)
         kept_anyway = np.nansum(view.scores[:low], dtype=np.float64) + np.nansum(
             view.scores[high:], dtype=np.float64

@@ -53,7 +53,8 @@ class Admission:
         self.is_active = budgets.common is not None and config.mode == "vtoken"
         self.under_pressure = config.evict_when == "pressure"
         # Under pressure scores are asked for once room is short, and come later.
-        scored = self.is_active and budgets.common.policy.score_kind is not ScoreKind.NONE
+        common = budgets.common if self.is_active else None
+        scored = common is not None and common.policy.score_kind is not ScoreKind.NONE
         self._late_tokens = SCORE_DELAY_STEPS - 1 if scored and self.under_pressure else 0
         self.lengths = OutputLengths()
         self.claims: dict[str, int] = {}

@@ -37,6 +37,7 @@ def build_step(
     ops: TableOps,
     is_running: Callable[[Request], bool],
     model: str,
+    num_engines: int = 1,
 ) -> Step:
     """Build a step for a scheduler and its block manager.
 
@@ -44,6 +45,7 @@ def build_step(
         ops: for one arena of token tables.
         is_running: whether a request that holds blocks is in the running queue.
         model: the model's name or path, for files that are recorded.
+        num_engines: data-parallel replicas.
 
     Raises:
         ConfigError: a setting is wrong, or a file does not fit.
@@ -54,7 +56,9 @@ def build_step(
     )
     requests = RunningRequests(TokenTable(manager.block_size), ops, manager, rules)
     budgets = RequestBudgets(config, manager.block_size, pool.num_gpu_blocks - 1)
-    log = RunLog.open(config, budgets.common, model=model, block_size=manager.block_size)
+    log = RunLog.open(
+        config, budgets.common, model=model, block_size=manager.block_size, num_engines=num_engines
+    )
     scored = budgets.common is not None and budgets.common.policy.score_kind is not ScoreKind.NONE
     reports = ReportBook(lambda req_id: requests.by_id[req_id].sync())
     prefix = PrefixBlocks(config, requests, manager, pool, scheduler)

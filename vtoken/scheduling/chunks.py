@@ -43,7 +43,7 @@ class ChunkLimits:
             num_new_tokens or less; 0 defers the request by a step (its tokens wait for scores
             to become evictable, or others for their blocks).
         """
-        if not self.shortage.is_active or (num_new_tokens <= 1 and not request.is_prefill_chunk):
+        if not self.shortage.is_active:
             return num_new_tokens
         if self.clock.num_idle_steps > SCORE_DELAY_STEPS:
             return num_new_tokens  # prompts wait for each other: let vLLM preempt one
@@ -69,14 +69,15 @@ class ChunkLimits:
             # Its holes count as room: they are filled before the allocation fails.
             live = num_computed_tokens - state.table.num_evicted_tokens - waiting
             room += len(self.manager.req_to_blocks[request.request_id]) * N - live
+        needed = num_new_tokens + self._tokens_before_scores(
+            request, num_computed_tokens + num_new_tokens
+        )
         idle_hits: list[Block] = []
-        if state is None and room - num_computed_tokens < num_new_tokens:
+        if state is None and room - num_computed_tokens < needed:
             # Blocks that it hits and no request holds still count as free.
             idle_hits = self._idle_hits(request, num_computed_tokens)
             room -= len(idle_hits) * N
-        if room >= num_new_tokens + self._tokens_before_scores(
-            request, num_computed_tokens + num_new_tokens
-        ):
+        if room >= needed:
             return num_new_tokens
         shorter = min(room, num_new_tokens - 1)
         if shorter >= 1:

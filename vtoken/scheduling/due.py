@@ -5,9 +5,10 @@ No table or block changes here. What the requests that are due lose is `select`'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vtoken.core.budget import NEVER, REPORT_AGE_STEPS
+from vtoken.core.ops import Change
 from vtoken.recording.run_log import RunLog
 from vtoken.scheduling.calendar import Calendar
 from vtoken.scheduling.clock import StepClock
@@ -71,16 +72,16 @@ class DueRequests:
         state.next_eviction_len = due
         self.calendar.watch(state.req_id)
 
-    def schedule_evicted(self, states: list[RunningRequest]) -> None:
+    def schedule_evicted(self, states: Sequence[RunningRequest], changes: list[Change]) -> None:
         """`schedule_next` of requests that have just been evicted from, at their lengths now."""
         if self.log is not None:
             for state in states:
                 self.schedule_next(state, state.request.num_computed_tokens)
             return
         watched = self.calendar.watched
-        for state in states:
-            length, num_evicted = state.request.num_computed_tokens, state.change.num_evicted
-            state.next_eviction_len = self._next_len(state, length, num_evicted)
+        for state, change in zip(states, changes, strict=True):
+            length = state.request.num_computed_tokens
+            state.next_eviction_len = self._next_len(state, length, change.num_evicted)
             if state.table.req_id not in watched:
                 self.calendar.watch(state.table.req_id)
 

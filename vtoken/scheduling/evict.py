@@ -6,6 +6,8 @@ place       end of schedule(): survivors and the step's new tokens get their slo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vtoken.core.budget import REPORT_AGE_STEPS
 from vtoken.core.counters import Counters
 from vtoken.core.messages import StepPlan
@@ -78,8 +80,8 @@ class Evictor:
             changes.append(change)
         self.ops.evict(changes, victims.ids, victims.counts)
         self.counters.note_evicted(changes, len(victims.ids))
-        self._take(victims.states)
-        self.due.schedule_evicted(victims.states)
+        self._take(victims.states, changes)
+        self.due.schedule_evicted(victims.states, changes)
 
     def fill_holes(self, state: RunningRequest, num_new_tokens: int) -> None:
         """Fill a request's holes now, below the fragmentation threshold; no token is lost."""
@@ -89,11 +91,11 @@ class Evictor:
         if self.checker is not None:
             self.checker.before_change(state.req_id, state)
         self.reports.hold(state.req_id)
-        state.change = Change(table, self.rules, num_new_tokens, under_pressure=True)
+        state.change = change = Change(table, self.rules, num_new_tokens, under_pressure=True)
         if self.prefix.caching:
-            self._reserve_copies(state, state.change)
-        self.ops.evict([state.change], NO_SLOTS, [0])
-        self._take([state])
+            self._reserve_copies(state, change)
+        self.ops.evict([change], NO_SLOTS, [0])
+        self._take([state], [change])
 
     def _note(self, victims: Victims) -> None:
         """Tell those who must know of a change before it is made."""
@@ -117,14 +119,14 @@ class Evictor:
         if change.leaves is None and change.pinned is not None:
             self.counters.shared_tokens_skipped += state.num_protected
 
-    def _take(self, states: list[RunningRequest]) -> None:
+    def _take(self, states: Sequence[RunningRequest], changes: list[Change]) -> None:
         """Bring vLLM's block tables, the prefix cache and the pool in step with changes."""
         gone: list[Block] = []
         reclaimed, cached = self.requests.num_reclaimed, self.manager.num_cached_block
         if self.prefix.caching and (self.rules.moves or not self.prefix.copies_out):
-            self._forget_hashes(states)
-        for state in states:
-            change, blocks, req_id = state.change, state.blocks, state.table.req_id
+            self._forget_hashes(states, changes)
+        for state, change in zip(states, changes, strict=True):
+            blocks, req_id = state.blocks, state.table.req_id
             gone += apply_to_block_table(change, blocks, self.pool.null_block)
             self.counters.dropped_blocks += len(change.released)
             if change.is_compiled:
@@ -139,14 +141,14 @@ class Evictor:
             self.pool.free_blocks(gone)
             self.counters.released_blocks += self.pool.get_num_free_blocks() - free_before
 
-    def _forget_hashes(self, states: list[RunningRequest]) -> None:
+    def _forget_hashes(self, states: Sequence[RunningRequest], changes: list[Change]) -> None:
         """Take blocks that are about to be rewritten out of the prefix cache.
 
         Before any request is admitted in this step: an admission could otherwise hit one.
         """
         hashed = set()
-        for state in states:
-            blocks = [state.blocks[i] for i in state.change.written_positions()]
+        for state, change in zip(states, changes, strict=True):
+            blocks = [state.blocks[i] for i in change.written_positions()]
             hashed |= {b.block_id for b in blocks if b.block_hash is not None}
         if hashed:
             self.pool.evict_blocks(hashed)
@@ -166,7 +168,7 @@ class Evictor:
             states += self._those_with_holes(num_scheduled)
         if not states:
             return None
-        changes = [s.change for s in states]
+        changes = [s.change for s in states if s.change is not None]  # each has one
         plan = self.ops.place(
             changes,
             [num_scheduled.get(s.table.req_id, 0) for s in states],

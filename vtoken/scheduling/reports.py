@@ -57,7 +57,7 @@ class Question:
 class ReportBook:
     """Questions asked and answers received, by request and step."""
 
-    def __init__(self, sync: Callable[[str], None] = lambda req_id: None) -> None:
+    def __init__(self, sync: Callable[[str], object] = lambda req_id: None) -> None:
         """Args:
         sync: brings a request's table in step with the request.
         """

@@ -15,7 +15,7 @@ again when the request is first scheduled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -58,7 +58,7 @@ def read_options(extra_args: Mapping[str, Any] | None) -> RequestOptions | None:
     given = {k: v for k, v in extra_args.items() if k.startswith(PREFIX)}
     if not given:
         return None
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in given.items():
         name = key.removeprefix(PREFIX)
         if name not in _NAMES:
@@ -91,26 +91,20 @@ def _str(key: str, value: Any) -> str:
 
 
 def _ratio(key: str, value: Any) -> float:
-    number = _number(key, value, "a fraction dropped, from 0 to below 1")
-    if not 0.0 <= number < 1.0:
-        raise ConfigError(key, value, "a fraction dropped, from 0 to below 1")
-    return number
+    return _number(key, value, "a fraction dropped, from 0 to below 1", lambda x: 0.0 <= x < 1.0)
 
 
 def _tokens(key: str, value: Any) -> int:
-    number = _number(key, value, "a whole number of live tokens, 1 or more")
-    if number < 1 or number != int(number):
-        raise ConfigError(key, value, "a whole number of live tokens, 1 or more")
-    return int(number)
+    allowed = "a whole number of live tokens, 1 or more"
+    return int(_number(key, value, allowed, lambda x: 1 <= x < 1e18 and x == int(x)))
 
 
-def _number(key: str, value: Any, allowed: str) -> float:
+def _number(key: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> float:
     try:
         number = float(value)
-        finite = abs(number) < 1e18
     except (TypeError, ValueError):
-        finite = False
-    if isinstance(value, bool) or not finite:
+        number = float("nan")
+    if isinstance(value, bool) or not is_allowed(number):
         raise ConfigError(key, value, allowed)
     return number
 
@@ -144,6 +138,7 @@ def request_budget(
         return None
     own = _merged(config, options)
     budget = own.make_budget(block_size)
+    assert budget is not None  # it evicts, as the server does
     _check_scores(config, own, budget, block_size)
     return budget
 
@@ -173,5 +168,5 @@ def _check_scores(config: VTokenConfig, own: VTokenConfig, budget: Budget, block
         )  # fmt: skip
 
 
-def _as_xargs(options: RequestOptions) -> dict:
+def _as_xargs(options: RequestOptions) -> dict[str, Any]:
     return {PREFIX + n: getattr(options, n) for n in _NAMES if getattr(options, n) is not None}

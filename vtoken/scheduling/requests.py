@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -57,12 +58,6 @@ class RunningRequest:
         known = request.num_tokens + request.num_output_placeholders
         return known - request.num_computed_tokens
 
-    def num_above_budget(self, length: int) -> int:
-        """Live tokens above the budget at a logical length, protected ones left out."""
-        assert self.budget is not None
-        live = length - self.table.num_evicted_tokens - self.num_protected
-        return live - int(self.budget.tokens(length - self.num_protected))
-
     def sync(self, length: int | None = None) -> RequestTable:
         """Bring the table in step with vLLM: new blocks, tokens grown at the tail.
 
@@ -77,6 +72,18 @@ class RunningRequest:
 
     def block_ids_from(self, position: int) -> list[int]:
         return [b.block_id for b in self.blocks[position:]]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class BudgetedRequest(RunningRequest):
+    """A request that may lose tokens; each one with a budget is of this class."""
+
+    budget: Budget
+
+    def num_above_budget(self, length: int) -> int:
+        """Live tokens above the budget at a logical length, protected ones left out."""
+        live = length - self.table.num_evicted_tokens - self.num_protected
+        return live - self.budget.tokens(length - self.num_protected)
 
 
 class RunningRequests:
@@ -100,7 +107,8 @@ class RunningRequests:
         """Take in a request that was scheduled for the first time, or again after a preemption."""
         req_id = request.request_id
         prompt = np.asarray(request.prompt_token_ids, np.int32)
-        state = RunningRequest(
+        kind: type[RunningRequest] = RunningRequest if budget is None else BudgetedRequest
+        state = kind(
             request=request,
             blocks=self.manager.req_to_blocks[req_id],
             table=self.tables.add(req_id),
@@ -117,7 +125,7 @@ class RunningRequests:
         self.num_reclaimed.pop(req_id, None)
         self.tables.forget(req_id)
 
-    def sync(self, states: list[RunningRequest]) -> None:
+    def sync(self, states: Sequence[RunningRequest]) -> None:
         """`RunningRequest.sync` of several requests."""
         if states:
             self.ops.sync(
@@ -167,6 +175,6 @@ class RunningRequests:
     def shared_table_ids(self, state: RunningRequest, shared: np.ndarray) -> np.ndarray:
         """int32 ascending, live ids in the blocks at these positions: bool[B]."""
         table = state.table
-        handles = table.row[: table.num_blocks][shared[: table.num_blocks]]
+        handles = table.block_table[: table.num_blocks][shared[: table.num_blocks]]
         ids = table.id_at.reshape(-1, table.block_size)[handles].reshape(-1)
         return np.sort(ids[ids >= 0])

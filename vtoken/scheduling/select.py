@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import cast
 
 import numpy as np
 
@@ -27,14 +28,14 @@ from vtoken.scheduling.move_limit import MoveLimit
 from vtoken.scheduling.ports import Pool, Scheduler
 from vtoken.scheduling.prefix import CopyOutcome, PrefixBlocks
 from vtoken.scheduling.reports import ReportBook
-from vtoken.scheduling.requests import RunningRequest, RunningRequests
+from vtoken.scheduling.requests import BudgetedRequest, RunningRequest, RunningRequests
 
 
 @dataclass(slots=True)
 class Victims:
     """Ids that requests lose: `ids` int64[K] ascending by request, ragged with `counts`, none 0."""
 
-    states: list[RunningRequest] = field(default_factory=list)
+    states: Sequence[RunningRequest] = field(default_factory=list)
     ids: np.ndarray = field(default_factory=lambda: NO_SLOTS)
     counts: list[int] = field(default_factory=list)
 
@@ -59,7 +60,7 @@ class Victims:
         if not (self and other):
             return self or other
         ids = np.concatenate([self.ids, other.ids])
-        return Victims(self.states + other.states, ids, self.counts + other.counts)
+        return Victims([*self.states, *other.states], ids, self.counts + other.counts)
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ class Asked:
             no block is shared at all.
     """
 
-    states: list[RunningRequest] = field(default_factory=list)
+    states: list[BudgetedRequest] = field(default_factory=list)
     num_evict: list[int] = field(default_factory=list)
     protected_ids: list[np.ndarray | None] | None = None
 
@@ -134,14 +135,15 @@ class Selector:
 
     # ---- what is due -----------------------------------------------------------------------
 
-    def victims_of_due(self, due: list[RunningRequest]) -> Victims:
+    def victims_of_due(self, found: list[RunningRequest]) -> Victims:
         """Victims of requests that are due: those that go at once; the others are in `waiting`.
 
         A decoding request's go at once, in all modes: whether the step then reaches the request,
         or its token budget is used up before, makes no difference to what is evicted. What becomes
         of holes that may stay depends on the room there is when slots are allocated.
         """
-        due = [s for s in due if s.budget is not None]
+        # Each one with a budget is a BudgetedRequest; `isinstance` would cost a call for each.
+        due = cast(list[BudgetedRequest], [s for s in found if s.budget is not None])
         if not due:
             return Victims()
         self.requests.sync(due)
@@ -153,12 +155,14 @@ class Selector:
             victims = self._within_limit(victims, self._limit)
         return self._at_once(victims)
 
-    def _above_budget(self, due: list[RunningRequest]) -> Asked:
+    def _above_budget(self, due: list[BudgetedRequest]) -> Asked:
         """Requests that are above their budgets by an interval, and by how much."""
         asked = Asked()
         for state in due:
             length = state.request.num_computed_tokens
-            num_evict = state.num_above_budget(length)
+            protected = state.num_protected
+            budget = state.budget.tokens(length - protected)
+            num_evict = state.table.num_live_tokens - protected - budget  # the table is in step
             if num_evict >= state.budget.interval_tokens and self.due.by_length:
                 asked.states.append(state)
                 asked.num_evict.append(num_evict)
@@ -166,9 +170,11 @@ class Selector:
                 self.due.schedule_next(state, length)
         return asked
 
-    def _victims_one_by_one(self, due: list[RunningRequest]) -> Victims:
+    def _victims_one_by_one(self, due: list[BudgetedRequest]) -> Victims:
         """Victims where blocks may be shared, or decisions are recorded or replayed."""
-        named, asked = [], Asked(protected_ids=[])
+        named: list[tuple[RunningRequest, np.ndarray]] = []
+        protected: list[np.ndarray | None] = []
+        asked = Asked(protected_ids=protected)
         for state in due:
             protected_ids = self.prefix.protect(state)
             ids = self._replayed(state, protected_ids)
@@ -180,7 +186,7 @@ class Selector:
                 above = self._above_budget([state])
                 asked.states += above.states
                 asked.num_evict += above.num_evict
-                asked.protected_ids += [protected_ids] * len(above.states)
+                protected += [protected_ids] * len(above.states)
         return Victims.of(named) + self.name(asked)
 
     def _at_once(self, victims: Victims) -> Victims:
@@ -205,8 +211,7 @@ class Selector:
     ) -> np.ndarray | None:
         """What the replayed run evicted at this length; None where nothing is replayed."""
         req_id, length = state.req_id, state.request.num_computed_tokens
-        due = None if self.log is None else self.log.next_length(req_id, length)
-        if due is None:
+        if self.log is None or (due := self.log.next_length(req_id, length)) is None:
             return None
         state.next_eviction_len = due
         if due != length:
@@ -215,7 +220,7 @@ class Selector:
         evictable = live if protected_ids is None else np.setdiff1d(live, protected_ids, True)
         return self.log.victims(req_id, length, evictable)
 
-    def _with_copies(self, state: RunningRequest, protected_ids: np.ndarray | None) -> np.ndarray:
+    def _with_copies(self, state: BudgetedRequest, protected_ids: np.ndarray | None) -> np.ndarray:
         """Victims of a request whose survivors are copied out of shared blocks where that pays.
 
         First with nothing protected; where the shared blocks would take more than they release,
@@ -280,7 +285,7 @@ class Selector:
         loses nothing, and stays due.
         """
         scored: list[ScoredIds | None] | None = None
-        if any(s.needs_scores for s in asked.states):
+        if True in [s.needs_scores for s in asked.states]:  # lists: `any` calls a generator
             scored = [self._scores(s) if s.needs_scores else None for s in asked.states]
             here = [
                 p is not None or not s.needs_scores
@@ -294,7 +299,7 @@ class Selector:
         if (
             asked.protected_ids is None
             and budget.policy.names_by_rule
-            and all(s.budget is budget for s in asked.states)
+            and len({id(s.budget) for s in asked.states}) == 1
         ):
             return self._by_rule(asked, [0] * len(asked.states), scored)
         return self._by_rule_or_policy(asked, scored or [None] * len(asked.states))
@@ -307,19 +312,22 @@ class Selector:
 
     def _by_rule_or_policy(self, asked: Asked, scored: list[ScoredIds | None]) -> Victims:
         """`name` for requests with several budgets, shared blocks, or policies of their own kind."""
-        victims, by_budget = Victims(), {}
+        victims = Victims()
+        by_budget: dict[int, list[tuple[int, int]]] = {}  # (e, protected tokens)
         protected_ids = asked.protected_ids or [None] * len(asked.states)
-        num_protected = [0 if ids is None else _leading_run(ids) for ids in protected_ids]
         for e, state in enumerate(asked.states):
-            if num_protected[e] is None or not state.budget.policy.names_by_rule:
+            num_protected = _leading_run(protected_ids[e])
+            if num_protected is None or not state.budget.policy.names_by_rule:
                 ids = self._ask_policy(state, asked.num_evict[e], protected_ids[e], scored[e])
                 victims += Victims.of([(state, ids)])
             else:
-                by_budget.setdefault(id(state.budget), []).append(e)
+                by_budget.setdefault(id(state.budget), []).append((e, num_protected))
         for group in by_budget.values():
-            part = Asked([asked.states[e] for e in group], [asked.num_evict[e] for e in group])
-            protected = [num_protected[e] for e in group]
-            victims += self._by_rule(part, protected, [scored[e] for e in group])
+            part = Asked(
+                [asked.states[e] for e, _ in group], [asked.num_evict[e] for e, _ in group]
+            )
+            protected = [n for _, n in group]
+            victims += self._by_rule(part, protected, [scored[e] for e, _ in group])
         return victims
 
     def _by_rule(
@@ -342,15 +350,16 @@ class Selector:
             ]
             ids, found = draw_ids(self.ops, tables, first_ids, end_ids, counts, seeds)
         else:
+            scores = cast(list[ScoredIds], scored)  # `name` leaves out those without
             sign = 1 if policy.rule is Rule.LOWEST_SCORE else -1
-            ids, found = self.ops.lowest_scored(tables, scored, first_ids, end_ids, counts, sign)
+            ids, found = self.ops.lowest_scored(tables, scores, first_ids, end_ids, counts, sign)
         if 0 in found:
             states, found = list(compress(states, found)), [n for n in found if n]
         return Victims(states, ids, found)
 
     def _ask_policy(
         self,
-        state: RunningRequest,
+        state: BudgetedRequest,
         num_evict: int,
         protected_ids: np.ndarray | None,
         scored: ScoredIds | None,
@@ -418,9 +427,9 @@ def request_view(
         live_ids=live_ids,
         num_computed_tokens=length,
         num_prompt_tokens=num_prompt_tokens,
-        budget_tokens=int(budget.tokens(length - num_protected)),
+        budget_tokens=budget.tokens(length - num_protected),
         num_evict=num_evict,
-        protected_tokens=0 if protected_ids is None else _leading_run(protected_ids) or 0,
+        protected_tokens=_leading_run(protected_ids) or 0,
         seed=seed,
         prompt_hash=prompt_hash,
         scores=None if scores is None else lambda: scores[view.live_ids],
@@ -428,9 +437,9 @@ def request_view(
     return view
 
 
-def _leading_run(protected_ids: np.ndarray) -> int | None:
+def _leading_run(protected_ids: np.ndarray | None) -> int | None:
     """How many ids from 0 on are protected; None where others further on are too."""
-    if not len(protected_ids):
+    if protected_ids is None or not len(protected_ids):
         return 0
     is_run = int(protected_ids[-1]) == len(protected_ids) - 1
     return len(protected_ids) if is_run else None

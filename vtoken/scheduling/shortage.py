@@ -9,7 +9,6 @@ of the same pool. The arithmetic is in `shortfall`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import compress
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from vtoken.scheduling.evict import Evictor
 from vtoken.scheduling.ports import BlockManager, Pool, Request, Scheduler
 from vtoken.scheduling.prefix import PrefixBlocks
 from vtoken.scheduling.reports import ReportBook
-from vtoken.scheduling.requests import RunningRequest, RunningRequests
+from vtoken.scheduling.requests import BudgetedRequest, RunningRequest, RunningRequests
 from vtoken.scheduling.select import Asked, Selector, Victims
 from vtoken.scheduling.shortfall import PoolView, share_shortfall, tokens_to_give
 from vtoken.units import cdiv
@@ -38,7 +37,7 @@ class Holdings:
         blocks: int64[R], blocks of the block table.
     """
 
-    states: list[RunningRequest]
+    states: list[BudgetedRequest]
     live: np.ndarray
     num_above: np.ndarray
     blocks: np.ndarray
@@ -199,11 +198,11 @@ class Shortage:
         self._shrink([(givers[i], int(lose[i]), int(new[i])) for i in np.flatnonzero(lose)])
         return self.pool.get_num_free_blocks() - free_before
 
-    def _shrinkable(self, request: Request) -> RunningRequest | None:
+    def _shrinkable(self, request: Request) -> BudgetedRequest | None:
         """The record of a request that may lose tokens in this step."""
         req_id = request.request_id
         state = self.requests.by_id.get(req_id)
-        if state is None or state.budget is None or state.change is not None:
+        if not isinstance(state, BudgetedRequest) or state.change is not None:
             return None
         if req_id in self.selector.waiting:
             return None
@@ -213,7 +212,7 @@ class Shortage:
             return None
         return state
 
-    def _shrink(self, losses: list[tuple[RunningRequest, int, int]]) -> None:
+    def _shrink(self, losses: list[tuple[BudgetedRequest, int, int]]) -> None:
         """Take tokens from requests now, and give their blocks back.
 
         Args:
@@ -300,10 +299,12 @@ class Shortage:
         missing = self._blocks_taken(states, grown) - room
         if missing <= 0:
             return []
-        has_budget = [state.budget is not None for state in states]
-        held = self._holdings(list(compress(states, has_budget)))
+        givers = [
+            (s, n) for s, n in zip(states, grown, strict=True) if isinstance(s, BudgetedRequest)
+        ]
+        held = self._holdings([s for s, _ in givers])
         # What it gives then: as in `reclaim`.
-        later = held.live + np.array(list(compress(grown, has_budget)), np.int64)
+        later = held.live + np.array([n for _, n in givers], np.int64)
         gives = -(-later // N) - -(-(held.live - held.num_above + 1) // N)
         can = np.flatnonzero((held.num_above > 0) & (gives > 0))
         # Of equal ones the newest first.
@@ -319,7 +320,7 @@ class Shortage:
             taken += max(0, self.requests.num_blocks_missing(state.req_id, length))
         return taken
 
-    def _holdings(self, states: list[RunningRequest]) -> Holdings:
+    def _holdings(self, states: list[BudgetedRequest]) -> Holdings:
         """What requests with a budget hold now."""
         if self.prefix.caching:
             for state in states:
@@ -336,7 +337,7 @@ class Shortage:
         )
 
 
-def _budgets(states: list[RunningRequest], lengths: np.ndarray) -> np.ndarray:
+def _budgets(states: list[BudgetedRequest], lengths: np.ndarray) -> np.ndarray:
     """int64[R], the budget of each request at int64[R] logical lengths."""
     first = states[0].budget if states else None
     if first is not None and all(s.budget is first for s in states):

@@ -31,6 +31,7 @@ from vtoken.units import cdiv
 MAX_CELLS = 2048
 MAX_REQUESTS = 200
 SCAN_BLOCKS = 512
+TABLE_ARRAYS = ("block_table", "block_id", "live_in")
 
 
 def snapshot(scheduler, engine_index: int = 0) -> dict:
@@ -67,19 +68,12 @@ class PoolView:
         if len(running) < len(scheduler.running):
             running += [r for r in scheduler.running if r.request_id not in by_id]
         self._ask_blocks(scan_blocks)
-        evicts = hooks is not None and hooks.config.evicts
         return {
             "state": {
                 "engine": engine_index,
                 "time_s": time.time(),
-                "step": hooks.clock.seq if hooks is not None else None,
-                "mode": hooks.config.mode if hooks is not None else "native",
-                "policy": hooks.config.policy if evicts else None,
-                "evict_when": hooks.config.evict_when if evicts else None,
+                **_settings(hooks),
                 "block_size": self.manager.block_size,
-                "counters": hooks.counters.as_dict() if hooks is not None else {},
-                "reserved_blocks": hooks.admission.num_claimed if hooks is not None else None,
-                "checks": hooks.checker.rows() if hooks is not None and hooks.checker else None,
                 "num_running": len(running),
                 "num_waiting": len(scheduler.waiting),
             },
@@ -102,7 +96,7 @@ class PoolView:
         self.step.requests.sync(states)
         arena = states[0].table.arena
         numbers = arena.numbers[[state.table.number_row for state in states]]
-        arrays = {name: getattr(arena, name) for name in ("row", "block_id", "live_in")}
+        arrays = {name: getattr(arena, name) for name in TABLE_ARRAYS}
         return {"numbers": numbers.tobytes(), **{n: a.tobytes() for n, a in arrays.items()}}
 
     def _copy_plain_tables(self, requests: list) -> list[bytes]:
@@ -167,15 +161,30 @@ def describe(copied: dict[str, Any]) -> dict[str, Any]:
 
 def _count_tables(slots: _Slots, numbers: np.ndarray, arrays: dict[str, bytes]) -> list[int]:
     """Count the slots of requests that have a table; returns the blocks of each."""
-    row, block_id, live_in = (
-        np.frombuffer(arrays[name], np.int32) for name in ("row", "block_id", "live_in")
-    )
+    handles, block_id, live_in = (np.frombuffer(arrays[n], np.int32) for n in TABLE_ARRAYS)
     bases, counts = numbers[:, COLUMN["block_base"]], numbers[:, COLUMN["num_blocks"]]
     base, position = np.repeat(bases, counts), _positions(counts)
-    block = base + row[base + position]  # where the arena has what is known of it
+    block = base + handles[base + position]  # where the arena has what is known of it
     used = np.repeat(numbers[:, COLUMN["num_physical_tokens"]], counts)
     used_in = np.clip(used - slots.block_size * position, 0, slots.block_size)
     return slots.add(block_id[block], live_in[block], used_in, counts)
+
+
+def _settings(hooks) -> dict[str, Any]:
+    """What the hooks say of themselves; without them the mode is native."""
+    if hooks is None:
+        found = dict.fromkeys(("step", "policy", "evict_when", "reserved_blocks", "checks"))
+        return {**found, "mode": "native", "counters": {}}
+    config = hooks.config
+    return {
+        "step": hooks.clock.seq,
+        "mode": config.mode,
+        "policy": config.policy if config.evicts else None,
+        "evict_when": config.evict_when if config.evicts else None,
+        "counters": hooks.counters.as_dict(),
+        "reserved_blocks": hooks.admission.num_claimed,
+        "checks": None if hooks.checker is None else hooks.checker.rows(),
+    }
 
 
 class _Slots:

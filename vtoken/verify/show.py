@@ -30,12 +30,22 @@ def show_report(report: Report, seconds: float) -> list[object]:
     return shown
 
 
-def _coverage(report: Report) -> Table:
-    table = Table(title="Covered: all checks on, every output token against the masked reference")
-    for name in ("policy", "layout", "block", "prefix cache", "scheduling"):
+def _table(title: str, texts: tuple[str, ...], numbers: tuple[str, ...] = ()) -> Table:
+    """An empty table: columns of text, then of numbers."""
+    table = Table(title=title)
+    for name in texts:
         table.add_column(name)
-    for name in ("changes", "relocations", "moved", "tokens", "wrong", "max diff"):
+    for name in numbers:
         table.add_column(name, justify="right")
+    return table
+
+
+def _coverage(report: Report) -> Table:
+    table = _table(
+        "Covered: all checks on, every output token against the masked reference",
+        ("policy", "layout", "block", "prefix cache", "scheduling"),
+        ("changes", "relocations", "moved", "tokens", "wrong", "max diff"),
+    )
     for cell in sorted(report.cells, key=lambda c: (c.cell.policy, c.cell.layout)):
         r = cell.row()
         table.add_row(
@@ -47,10 +57,7 @@ def _coverage(report: Report) -> Table:
 
 
 def _invariants(report: Report) -> Table:
-    table = Table(title="Invariants")
-    table.add_column("name")
-    table.add_column("events", justify="right")
-    table.add_column("violations", justify="right")
+    table = _table("Invariants", ("name",), ("events", "violations"))
     for row in report.tally.rows():
         style = "red" if row["violations"] else None
         table.add_row(row["name"], f"{row['events']:,}", f"{row['violations']:,}", style=style)
@@ -71,9 +78,8 @@ def _reference_line(report: Report) -> str:
 
 
 def _faults(report: Report) -> Table:
-    table = Table(title="Faults put into a real engine")
-    for name in ("fault", "expected", "reported as", "detected"):
-        table.add_column(name)
+    title = "Faults put into a real engine"
+    table = _table(title, ("fault", "expected", "reported as", "detected"))
     for result in report.faults:
         row = result.row()
         table.add_row(
@@ -84,27 +90,20 @@ def _faults(report: Report) -> Table:
 
 
 def _quality(quality: dict) -> list[object]:
-    table = Table(
-        title=f"vtoken against naive: {quality['policy']}, {quality['output_len']} tokens"
+    table = _table(
+        f"vtoken against naive: {quality['policy']}, {quality['output_len']} tokens",
+        ("decisions",),
+        ("pairs", "identical", "mean ROUGE-L diff", "within 0.01", "length ratio"),
     )
-    for name in (
-        "decisions",
-        "pairs",
-        "identical",
-        "mean ROUGE-L diff",
-        "within 0.01",
-        "length ratio",
-    ):
-        table.add_column(name, justify="left" if name == "decisions" else "right")
     for kind in ("replayed", "free"):
         r = quality[kind]
         table.add_row(
             kind, str(r["pairs"]), f"{r['identical_frac']:.1%}", f"{r['mean_rouge_l_diff']:+.4f}",
             f"{r['within_0_01_frac']:.1%}", f"{r['median_length_ratio']:.2f}",
         )  # fmt: skip
-    lines: list[object] = [table]
-    for pair in quality["differing"][:8]:
-        lines.append(
-            f"{pair['decisions']} {pair['request']}: first differs at token {pair['at']}, {pair['explanation']}"
-        )
-    return lines
+    differing = [
+        f"{pair['decisions']} {pair['request']}: first differs at token {pair['at']}, "
+        f"{pair['explanation']}"
+        for pair in quality["differing"][:8]
+    ]
+    return [table, *differing]

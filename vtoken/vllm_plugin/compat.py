@@ -1,74 +1,143 @@
-"""Everything that depends on vLLM's version, in one place; checked when the plugin loads.
+"""What depends on vLLM's version: the table of touchpoints, and its check when the plugin loads.
 
-Each entry says what we override and can go when vLLM offers a stable hook for it. An unknown
-version is refused with the tested range: engine internals change with every minor version, and a
-silent mismatch would corrupt generations.
+The table is `touchpoints.yaml`. An unknown version is refused with the tested range: engine
+internals change with every minor version, and a silent mismatch would corrupt generations.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import yaml
 
 from vtoken.errors import UnsupportedError
 
-TESTED = (0, 32)
-TESTED_TEXT = ">=0.32,<0.33"
+TABLE = Path(__file__).with_name("touchpoints.yaml")
 
-# (module, class, method, parameters we rely on being there in this order)
-_SIGNATURES = [
-    (
-        "vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager",
-        "get_num_blocks_to_allocate",
-        ["self", "request_id", "num_tokens", "new_computed_blocks", "total_computed_tokens",
-         "num_local_computed_tokens", "num_tokens_main_model", "apply_admission_cap", "prefill_end"],
-    ),
-    (
-        "vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager",
-        "allocate_new_blocks", ["self", "request_id", "num_tokens", "num_tokens_main_model"],
-    ),
-    (
-        "vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager",
-        "remove_skipped_blocks",
-        ["self", "request_id", "processed_computed_tokens", "num_prompt_tokens"],
-    ),
-    (
-        "vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager",
-        "cache_blocks", ["self", "request", "num_tokens", "retention_interval", "replay_boundaries"],
-    ),
-    (
-        "vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager",
-        "pop_blocks_for_free", ["self", "request_id"],
-    ),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "allocate_slots",
-     ["self", "request", "num_new_tokens"]),
-    ("vllm.v1.core.block_pool", "BlockPool", "free_blocks", ["self", "ordered_blocks"]),
-    ("vllm.v1.core.block_pool", "BlockPool", "evict_blocks", ["self", "block_ids"]),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule", ["self", "throttle_prefills"]),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "_update_after_schedule",
-     ["self", "scheduler_output"]),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "_reserve_prefill_lookahead",
-     ["self", "request", "num_computed_tokens", "num_new_tokens"]),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output",
-     ["self", "scheduler_output", "model_runner_output"]),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "_preempt_request",
-     ["self", "request", "timestamp"]),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "make_stats", ["self"]),
-]  # fmt: skip
 
-_WORKER_SIGNATURES = [
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_update_states",
-     ["self", "scheduler_output"]),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_prepare_inputs",
-     ["self", "scheduler_output", "num_scheduled_tokens"]),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "get_kv_cache_spec", ["self"]),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "initialize_kv_cache",
-     ["self", "kv_cache_config"]),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "sample_tokens",
-     ["self", "grammar_output"]),
-    ("vllm.v1.worker.block_table", "MultiGroupBlockTable", "compute_slot_mapping",
-     ["self", "num_reqs", "query_start_loc", "positions"]),
-]  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Touchpoint:
+    """One thing of vLLM's that we import, override, patch or read; see the table's head.
+
+    Attributes:
+        owner: class's name; empty for what is in the module itself.
+        signature: "(parameters)" that are there in this order, the type of the value, or "added"
+            for what vLLM has not of itself.
+        versions: (major, minor) of vLLM.
+    """
+
+    kind: str
+    module: str
+    owner: str
+    name: str
+    signature: str
+    side: str
+    used_by: tuple[str, ...]
+    until: str
+    versions: tuple[tuple[int, int], ...]
+
+    @property
+    def where(self) -> str:
+        return ".".join(part for part in (self.module, self.owner, self.name) if part)
+
+    def find_fault(self) -> str | None:
+        """Say how the installed vLLM differs from what the table has; None: it does not."""
+        module = importlib.import_module(self.module)
+        owner = getattr(module, self.owner, None) if self.owner else module
+        if owner is None:
+            return f"{self.module} has no {self.owner}"
+        if (
+            not self.name
+            or self.signature == "added"
+            or (self.kind == "import" and _is_module(self))
+        ):
+            return None
+        if not self.signature.startswith("("):
+            return None if _has(owner, self.name) else f"{self.where} is gone"
+        wanted = [p for p in self.signature.strip("()").split(", ") if p]
+        function = getattr(owner, self.name, None)
+        found = list(inspect.signature(function).parameters) if function else None
+        if found is None or found[: len(wanted)] != wanted:
+            return f"{self.where} takes {found or 'nothing'}, vToken was written for {wanted}"
+        return None
+
+
+def _is_module(point: Touchpoint) -> bool:
+    try:
+        return importlib.util.find_spec(f"{point.module}.{point.name}") is not None
+    except ModuleNotFoundError:  # the parent is no package
+        return False
+
+
+def _has(owner, name: str) -> bool:
+    """Whether an object has an attribute, or a class gives it to its instances."""
+    if hasattr(owner, name):
+        return True
+    for cls in getattr(owner, "__mro__", ()):
+        if name in inspect.get_annotations(cls):
+            return True
+        for function in vars(cls).values():
+            code = (
+                getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            )
+            if code is not None and name in code.co_names:
+                return True
+    return False
+
+
+@functools.cache
+def touchpoints() -> tuple[Touchpoint, ...]:
+    """The whole table, all versions."""
+    return tuple(_read(yaml.load(TABLE.read_text(encoding="utf-8"), _Loader)))
+
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the table is ours; C where it is there
+
+
+def _read(table: dict) -> Iterator[Touchpoint]:
+    tested = tuple(_parse(v) for v in table["tested"])
+    for module, entry in table["imports"].items():
+        for name in entry["names"].split():
+            yield Touchpoint(
+                kind="import", module=module, owner="", name="" if name == "module" else name,
+                signature="", side="tools", used_by=tuple(entry["used_by"].split()), until="",
+                versions=tested,
+            )  # fmt: skip
+    for group in table["touchpoints"]:
+        module, _, owner = group["where"].partition(":")
+        for name, signature in group["names"].items():
+            yield Touchpoint(
+                kind=group["kind"], module=module, owner=owner, name=name, signature=signature,
+                side=group["side"], used_by=tuple(group["used_by"].split()),
+                until=group.get("until", ""),
+                versions=tuple(_parse(v) for v in group.get("versions", table["tested"])),
+            )  # fmt: skip
+
+
+@functools.cache
+def tested() -> tuple[tuple[int, int], ...]:
+    """Versions of vLLM that work, (major, minor)."""
+    return tuple(_parse(v) for v in yaml.load(TABLE.read_text(encoding="utf-8"), _Loader)["tested"])
+
+
+def tested_text() -> str:
+    """The tested range as a requirement."""
+    (low, high) = min(tested()), max(tested())
+    return f">={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}"
+
+
+def _parse(found: str) -> tuple[int, int] | None:
+    parts = found.split("+")[0].split(".")
+    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return None
+    return int(parts[0]), int(parts[1])
 
 
 def vllm_version() -> str:
@@ -87,42 +156,28 @@ def check_version(found: str) -> None:
     Raises:
         UnsupportedError: names the version found and the tested range.
     """
-    parts = found.split("+")[0].split(".")
-    if (
-        not (len(parts) >= 2 and parts[0].isdigit() and parts[1].isdigit())
-        or (
-            int(parts[0]),
-            int(parts[1]),
-        )
-        != TESTED
-    ):
+    if _parse(found) not in tested():
         raise UnsupportedError(
-            "vllm", found, f"vToken works with vLLM {TESTED_TEXT}: it hooks into engine internals "
+            "vllm", found, f"vToken works with vLLM {tested_text()}: it hooks into engine internals "
             "that change between minor versions"
         )  # fmt: skip
 
 
-def _check(signatures: list) -> None:
-    import importlib
+def check(side: str) -> None:
+    """Check the version, and every touchpoint of one side ("scheduler", "worker", ...).
 
-    for module, cls, method, wanted in signatures:
-        owner = getattr(importlib.import_module(module), cls, None)
-        function = getattr(owner, method, None)
-        found = list(inspect.signature(function).parameters) if function else []
-        if found[: len(wanted)] != wanted:
-            raise UnsupportedError(
-                "vllm", vllm_version(),
-                f"{module}.{cls}.{method} takes {found or 'nothing'}, vToken was written for {wanted}",
-            )  # fmt: skip
+    Raises:
+        UnsupportedError: names the first touchpoint that is different, and how.
+    """
+    found = vllm_version()
+    check_version(found)
+    for point in touchpoints():
+        if point.side == side and _parse(found) in point.versions:
+            fault = point.find_fault()
+            if fault is not None:
+                raise UnsupportedError("vllm", found, fault)
 
 
 def check_scheduler_side() -> None:
-    """Check version and signatures of what the scheduler process overrides."""
-    check_version(vllm_version())
-    _check(_SIGNATURES)
-
-
-def check_worker_side() -> None:
-    """Check version and signatures of what the workers override."""
-    check_version(vllm_version())
-    _check(_WORKER_SIGNATURES)
+    """`check` what the scheduler's process uses."""
+    check("scheduler")

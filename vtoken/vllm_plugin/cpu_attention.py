@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vtoken.core.messages import ScoreReport
-from vtoken.errors import UnsupportedError
 from vtoken.kernels import load
 from vtoken.kernels.contract import Kernels, Layout
 from vtoken.kernels.scores import (
@@ -37,21 +34,6 @@ from vtoken.policies.base import ScoreKind
 # Pools of up to so many slots are added up as a whole: under 0.1 ms, where listing the live slots
 # of a batch takes several times that.
 ADD_ALL_SLOTS = 1 << 17
-
-
-class VTokenCPUAttentionBackend(CPUAttentionBackend):
-    """vLLM's CPU backend with block sizes from 16 tokens (its "vec16" code takes them)."""
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec=None):
-        return [MultipleOf(16)]
-
-
-def use_small_blocks(layers: dict) -> None:
-    """Let loaded attention layers take block sizes that are multiples of 16."""
-    for layer in layers.values():
-        if layer.attn_backend is CPUAttentionBackend:
-            layer.attn_backend = VTokenCPUAttentionBackend
 
 
 def probe(kernels: Kernels, layer) -> Layout:
@@ -94,10 +76,6 @@ class CPUAttention:
         self.kernels = load()
         self.layers = list(layers.values())
         first = self.layers[0]
-        if any(getattr(layer.impl, "sinks", None) is not None for layer in self.layers):
-            raise UnsupportedError(
-                "vtoken with", "attention sinks that are learned", "not in the CPU kernels yet"
-            )
         self.layout = probe(self.kernels, first)
         self.block_size = block_size
         self.kvs = [layer.kv_cache for layer in self.layers]
@@ -109,7 +87,7 @@ class CPUAttention:
         self.decode_kernel = self.prefill_kernel = "stock"
         self.configure(config)
         for layer in self.layers:
-            self._wrap(layer)
+            layer.impl.attention = self
 
     def configure(self, config) -> None:
         """Take the policy's score kind; start with empty scores."""
@@ -131,23 +109,8 @@ class CPUAttention:
         has_tiles = getattr(self.layers[0], "isa", None) == "amx"
         self.prefill_kernel = "ours" if ours and not has_tiles else "stock"
 
-    def _wrap(self, layer) -> None:
-        stock, attention = layer.impl.forward, self
-
-        def forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-            work = attention.work
-            if work is None or attn_metadata is None:
-                return stock(
-                    layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-                )
-            if not work.replaces_stock:
-                stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-            attention._run_layer(layer.impl, work, query, kv_cache, output)
-            return output
-
-        layer.impl.forward = forward
-
-    def _run_layer(self, impl, work: StepWork, query, kv, output) -> None:
+    def run_layer(self, impl, work: StepWork, query, kv, output) -> None:
+        """Do a step's work for one layer."""
         common = {
             "layout": self.layout,
             "scale": impl.scale,
@@ -191,10 +154,7 @@ class CPUAttention:
             work.replaces_stock = True
             work.plan = arrays.plan(self, None, counted)[0]
             return
-        self._mixed_work(work, arrays, holed, counted, scored)
-
-    def _mixed_work(self, work, arrays, holed, counted, scored) -> None:
-        rest = np.ones(arrays.n, bool) if holed is None else ~holed
+        rest = np.ones(n, bool) if holed is None else ~holed
         if holed is not None:
             work.plan, work.rows = arrays.plan(self, np.flatnonzero(holed), counted)
         if scored and rest.any():
@@ -253,24 +213,17 @@ class CPUAttention:
                 live[row, :held] &= mask[:held]
         return torch.from_numpy(slots[live]), torch.from_numpy(np.count_nonzero(live, axis=1))
 
-    def _slots(self, row: np.ndarray, length: int) -> np.ndarray:
-        """int64[length], the slot at each physical index of a row."""
-        N = self.block_size
-        blocks = row[: -(-length // N)].astype(np.int64)
-        return (blocks[:, None] * N + np.arange(N)).reshape(-1)[:length]
-
     def _report(self, runner, plan) -> ScoreReport | None:
         if plan is None or not plan.report_req_ids:
             return None
-        table = runner.input_batch.block_table[0].block_table.np
-        index = runner.input_batch.req_id_to_index
-        parts = []
+        batch, N = runner.input_batch, self.block_size
+        table = batch.block_table[0].block_table.np
+        by_block, parts = self.scores.numpy().reshape(-1, N), []
         for req_id in plan.report_req_ids:
-            row = index[req_id]
-            slots = self._slots(table[row], int(runner.seq_lens[row]))
-            parts.append(self.scores.numpy()[slots])
-        start = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int32)
-        return ScoreReport(plan.step_seq, list(plan.report_req_ids), start, np.concatenate(parts))
+            row = batch.req_id_to_index[req_id]
+            length = int(runner.seq_lens[row])
+            parts.append(by_block[table[row, : -(-length // N)]].reshape(-1)[:length])
+        return ScoreReport.of_parts(plan.step_seq, plan.report_req_ids, parts)
 
     def move(self, source: np.ndarray, destination: np.ndarray) -> None:
         """Relocate K, V and the score, in every layer."""
@@ -304,21 +257,18 @@ class _BatchArrays:
 
     def plan(self, attention: CPUAttention, requests: np.ndarray | None, counted: int):
         """A kernel plan over these requests, and the query rows it reads (None: all)."""
-        kernels, N = attention.kernels, attention.block_size
-        if requests is None:
-            return kernels.plan(
-                self.block_table, self.seq_lens, torch.from_numpy(self.starts),
-                block_size=N, live_mask=self.mask, score_queries=counted,
-            ), None  # fmt: skip
-        rows = np.concatenate([np.arange(self.starts[r], self.starts[r + 1]) for r in requests])
-        start = np.concatenate([[0], np.cumsum(np.diff(self.starts)[requests])])
-        pick = torch.from_numpy(requests)
-        plan = kernels.plan(
-            self.block_table[pick].contiguous(),
-            self.seq_lens[pick],
-            torch.from_numpy(start.astype(np.int32)),
-            block_size=N,
-            live_mask=None if self.mask is None else self.mask[pick],
-            score_queries=counted,
-        )
-        return plan, torch.from_numpy(rows)
+        table, lengths, mask = self.block_table, self.seq_lens, self.mask
+        start, rows = self.starts, None
+        if requests is not None:
+            rows = torch.from_numpy(
+                np.concatenate([np.arange(start[r], start[r + 1]) for r in requests])
+            )
+            start = np.concatenate([[0], np.cumsum(np.diff(start)[requests])]).astype(np.int32)
+            pick = torch.from_numpy(requests)
+            table, lengths = table[pick].contiguous(), lengths[pick]
+            mask = None if mask is None else mask[pick]
+        plan = attention.kernels.plan(
+            table, lengths, torch.from_numpy(start),
+            block_size=attention.block_size, live_mask=mask, score_queries=counted,
+        )  # fmt: skip
+        return plan, rows

@@ -129,14 +129,15 @@ def _api_keys(args) -> list[bytes]:
 def _refuse(request: Request, keys: list[bytes]) -> Response | None:
     """Status 401 when a key is set and not given, 403 from elsewhere when none is set.
 
-    vLLM's own check of keys covers /v1 only, and a server listens on all interfaces. A browser sends the key as the password of Basic authentication, which it asks for itself.
+    vLLM's own check of keys covers /v1 only, and a server listens on all interfaces. A browser
+    sends the key as the password of Basic authentication, which it asks for itself.
     """
     if not keys and (request.client is None or is_local(request.client.host)):
         return None  # no client: a Unix socket
     if not keys:
         told = "only from the server's own machine, unless it is started with an API key"
         return JSONResponse({"error": told}, status_code=403)
-    if _given_digest(request.headers.get("authorization", "")) in _Constant(keys):
+    if _is_known(_given_digest(request.headers.get("authorization", "")), keys):
         return None
     return JSONResponse(
         {"error": "Unauthorized"},
@@ -145,17 +146,9 @@ def _refuse(request: Request, keys: list[bytes]) -> Response | None:
     )
 
 
-class _Constant:
-    """Membership in constant time."""
-
-    def __init__(self, digests: list[bytes]) -> None:
-        self.digests = digests
-
-    def __contains__(self, digest: bytes | None) -> bool:
-        found = False
-        for known in self.digests:
-            found |= secrets.compare_digest(known, digest or b"")
-        return found
+def _is_known(digest: bytes | None, known: list[bytes]) -> bool:
+    """Whether a digest is among those known, in constant time."""
+    return sum(secrets.compare_digest(k, digest or b"") for k in known) > 0
 
 
 def _given_digest(header: str) -> bytes | None:

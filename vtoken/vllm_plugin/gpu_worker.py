@@ -14,7 +14,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vtoken.errors import UnsupportedError
-from vtoken.policies.base import ScoreKind
 from vtoken.vllm_plugin.runner_v1 import VTokenRunnerV1Mixin
 
 
@@ -32,33 +31,11 @@ def move_tokens(kvs: list[torch.Tensor], source: torch.Tensor, destination: torc
         kv[to_block, :, to_offset] = kv[from_block, :, from_offset]
 
 
-def check_gpu_supported(config, block_size: int) -> None:
-    """Refuse what needs attention over holes, or scores.
-
-    Raises:
-        UnsupportedError: says why, and what works.
-    """
-    if config.mode == "naive" or config.fragmentation_threshold > 0.0:
-        option = "--mode" if config.mode == "naive" else "--fragmentation-threshold"
-        value = config.mode if config.mode == "naive" else config.fragmentation_threshold
-        raise UnsupportedError(
-            option, value, "leaves holes, which need a live-mask attention kernel that exists for "
-            "CPUs only; packed layouts (mode vtoken, threshold 0) work with stock attention",
-        )  # fmt: skip
-    if config.evicts and config.make_policy(block_size).score_kind is not ScoreKind.NONE:
-        raise UnsupportedError(
-            "--policy", config.policy, "needs attention scores, which GPU attention does not give "
-            "yet; streaming-llm, sliding-window and random need none",
-        )  # fmt: skip
-
-
 class VTokenGPUModelRunner(VTokenRunnerV1Mixin, GPUModelRunner):
     """vLLM's GPU runner V1."""
 
     def __init__(self, vllm_config, device) -> None:
         self._vtoken_init(vllm_config)
-        if self.vtoken_config is not None:
-            check_gpu_supported(self.vtoken_config, vllm_config.cache_config.block_size)
         super().__init__(vllm_config, device)
 
     def vtoken_setup_kv(self, layers: dict) -> None:

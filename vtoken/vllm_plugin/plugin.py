@@ -1,33 +1,27 @@
 """vLLM's general plugin: `LLM(..., additional_config={"vtoken": {...}})` and nothing else.
 
 Loaded by vLLM in every one of its processes, several times. Does nothing unless a config asks for
-vToken; then it names our scheduler and worker where the user named none.
+vToken; then it names our scheduler and worker where the user named none. Under a vLLM that was not
+tested it only refuses such a config.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 
-logger = logging.getLogger("vllm.vtoken")
-
-SCHEDULER = "vtoken.vllm_plugin.scheduler.VTokenScheduler"
-ASYNC_SCHEDULER = "vtoken.vllm_plugin.scheduler.VTokenAsyncScheduler"
-CPU_WORKER = "vtoken.vllm_plugin.worker.VTokenCPUWorker"
-GPU_WORKER = "vtoken.vllm_plugin.gpu_worker.VTokenGPUWorker"
+from vtoken.errors import UnsupportedError
+from vtoken.vllm_plugin import compat
+from vtoken.vllm_plugin.support_list import OUR_SCHEDULERS, OUR_WORKERS
 
 
 def register() -> None:
     """Entry point `vllm.general_plugins`; may be called again."""
-    from vtoken.errors import UnsupportedError
-    from vtoken.vllm_plugin import compat
-
     try:
         compat.check_version(compat.vllm_version())
     except UnsupportedError as error:
-        # Somebody may run an untested vLLM without vToken: refuse only when it is asked for.
-        logger.debug("vToken is not available: %s", error)
+        # An untested vLLM may be run without vToken: refuse only when it is asked for.
+        _wrap_config_creation(refusal=error)
         return
     from vtoken.vllm_plugin.manager import register_spec
 
@@ -39,7 +33,7 @@ def register() -> None:
         install_utility()
 
 
-def _wrap_config_creation() -> None:
+def _wrap_config_creation(refusal: UnsupportedError | None = None) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     stock = EngineArgs.create_engine_config
@@ -48,14 +42,22 @@ def _wrap_config_creation() -> None:
 
     @functools.wraps(stock)
     def create_engine_config(self, *args, **kwargs):
+        if not has_settings(self.additional_config):
+            return stock(self, *args, **kwargs)
         wants = wants_vtoken(self.additional_config)
+        if wants and refusal is not None:
+            raise refusal
         if wants and self.worker_cls == "auto":
-            self.worker_cls = _worker_for_platform()
+            from vllm.platforms import current_platform
+
+            self.worker_cls = OUR_WORKERS["cpu" if current_platform.is_cpu() else "cuda"]
         vllm_config = stock(self, *args, **kwargs)
         if wants:
             finish_config(vllm_config)
-        if has_settings(self.additional_config):
+        if refusal is None:
             from vtoken.vllm_plugin.requests import install
+
+            compat.check("front end")
 
             install()
         return vllm_config
@@ -79,12 +81,6 @@ def wants_vtoken(additional_config) -> bool:
     return VTokenConfig.from_mapping(data).hooks_installed
 
 
-def _worker_for_platform() -> str:
-    from vllm.platforms import current_platform
-
-    return CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
-
-
 def finish_config(vllm_config) -> None:
     """Check a finished VllmConfig and name our scheduler where the user named none.
 
@@ -96,12 +92,12 @@ def finish_config(vllm_config) -> None:
     from vtoken.vllm_plugin.vocabulary import with_vocabulary
 
     config = config_of(vllm_config)
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = OUR_SCHEDULERS[bool(scheduler.async_scheduling)]
     check_config_supported(vllm_config, config)
     config.make_budget(vllm_config.cache_config.block_size)
     full = with_vocabulary(config, vllm_config.model_config)
     if full is not config:  # a copy: the mapping that the user gave stays as it is
         settings = {**vllm_config.additional_config["vtoken"], "policy_args": full.policy_args}
         vllm_config.additional_config = {**vllm_config.additional_config, "vtoken": settings}
-    scheduler = vllm_config.scheduler_config
-    if scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER

@@ -14,6 +14,7 @@ from vtoken.errors import ConfigError
 from vtoken.scheduling.budgets import check_fits
 from vtoken.scheduling.request_options import PREFIX, read_options, request_budget
 from vtoken.vllm_plugin.settings import config_of
+from vtoken.vllm_plugin.support import check_prompt
 
 
 class RequestRefused(ConfigError, VLLMValidationError):
@@ -27,8 +28,11 @@ class RequestRefused(ConfigError, VLLMValidationError):
         return ConfigError.__str__(self)
 
 
-def check_request(vllm_config, params, num_prompt_tokens: int) -> None:
+def check_request(vllm_config, params, num_prompt_tokens: int, kind: str = "token ids") -> None:
     """Check a request's own options and that it can ever be finished in this pool.
+
+    Args:
+        kind: of prompt: "token ids", "embeddings" or "stream".
 
     Raises:
         RequestRefused: says what is wrong, or what the request needs and what there is.
@@ -39,6 +43,8 @@ def check_request(vllm_config, params, num_prompt_tokens: int) -> None:
     cache = vllm_config.cache_config
     try:
         config = config_of(vllm_config)
+        if config is not None:
+            check_prompt(kind)
         options = read_options(getattr(params, "extra_args", None))
         budget = request_budget(config, options, cache.block_size)
         if cache.num_gpu_blocks:
@@ -55,15 +61,10 @@ def check_request(vllm_config, params, num_prompt_tokens: int) -> None:
         raise RequestRefused(option, error.value, error.allowed) from None
 
 
-def _prompt_len(prompt) -> int | None:
-    if isinstance(prompt, dict):
-        ids = prompt.get("prompt_token_ids")
-        if ids is not None:
-            return len(ids)
-        embeds = prompt.get("prompt_embeds")
-        if embeds is not None:
-            return len(embeds)
-    return None
+def _kind_and_length(ids, embeds, resumable: bool = False) -> tuple[str, int]:
+    if resumable:
+        return "stream", 0
+    return ("token ids", len(ids or ())) if embeds is None else ("embeddings", len(embeds))
 
 
 def install() -> None:
@@ -82,9 +83,11 @@ def _checked_generate(stock):
     def generate(self, prompt, sampling_params, *args, **kwargs):
         # `stock` is an async generator: its body runs when the first token is awaited, after a
         # stream has been answered with 200. This body runs when it is called.
-        num_prompt_tokens = _prompt_len(prompt)
-        if num_prompt_tokens is not None:
-            check_request(self.vllm_config, sampling_params, num_prompt_tokens)
+        if isinstance(prompt, dict):
+            ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+            if ids is not None or embeds is not None:
+                kind, length = _kind_and_length(ids, embeds)
+                check_request(self.vllm_config, sampling_params, length, kind)
         return stock(self, prompt, sampling_params, *args, **kwargs)
 
     generate.is_vtoken = True
@@ -95,16 +98,10 @@ def _checked_process(stock):
     @functools.wraps(stock)
     def process_inputs(self, *args, **kwargs):
         request = stock(self, *args, **kwargs)
-        if request.resumable and config_of(self.vllm_config) is not None:
-            raise RequestRefused(
-                "prompt", "an input stream",
-                "a prompt that is complete: a request's tokens are counted from its first step, and "
-                "such a prompt has several",
-            )  # fmt: skip
-        ids, embeds = request.prompt_token_ids, request.prompt_embeds
-        length = len(ids) if ids is not None else len(embeds)
-        if request.sampling_params is not None:
-            check_request(self.vllm_config, request.sampling_params, length)
+        kind, length = _kind_and_length(
+            request.prompt_token_ids, request.prompt_embeds, request.resumable
+        )
+        check_request(self.vllm_config, request.sampling_params, length, kind)
         return request
 
     process_inputs.is_vtoken = True

@@ -18,7 +18,7 @@ from vtoken.core.messages import MASK_GIVEN, MASK_PACKED, StepPlan, WorkerReport
 from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.manager import VTokenFullAttentionSpec
 from vtoken.vllm_plugin.settings import config_of
-from vtoken.vllm_plugin.support import check_layer_impl, check_layer_spec
+from vtoken.vllm_plugin.support import check_layer_impls, check_layer_specs
 
 
 def attention_layers(compilation_config) -> dict:
@@ -69,7 +69,7 @@ class VTokenRunnerV1Mixin:
     vtoken_checker = None  # vtoken.checks.worker_side.WorkerChecker where invariants are watched
 
     def _vtoken_init(self, vllm_config) -> None:
-        compat.check_worker_side()
+        compat.check("worker")
         self.vtoken_config = config_of(vllm_config)
         self.vtoken_layouts = LayoutCache()
         self.vtoken_plan: StepPlan | None = None
@@ -82,8 +82,7 @@ class VTokenRunnerV1Mixin:
         specs = super().get_kv_cache_spec()
         if self.vtoken_config is None:
             return specs
-        for name, spec in specs.items():
-            check_layer_spec(name, spec)
+        check_layer_specs(specs)
         return {n: VTokenFullAttentionSpec.from_spec(s) for n, s in specs.items()}
 
     def initialize_kv_cache(self, kv_cache_config, *args, **kwargs) -> None:
@@ -91,8 +90,7 @@ class VTokenRunnerV1Mixin:
         if self.vtoken_config is None or kwargs.get("is_profiling"):
             return
         layers = attention_layers(self.compilation_config)
-        for name, layer in layers.items():
-            check_layer_impl(name, layer.impl)
+        check_layer_impls(layers)
         self.vtoken_setup_kv(layers)
         self._vtoken_map_physical_slots()
         self._vtoken_start_checks()
@@ -146,11 +144,11 @@ class VTokenRunnerV1Mixin:
         if len(plan.fresh_blocks) and self.vtoken_attention is not None:
             self.vtoken_attention.restart_scores(plan.fresh_blocks)
         for r, req_id in enumerate(plan.req_ids):
-            if plan.rewrites_row[r]:
-                self._vtoken_rewrite_row(req_id, plan.row_of(r), plan.added_of(r))
+            if plan.rewrites_block_table[r]:
+                self._vtoken_rewrite_block_table(req_id, plan.kept_of(r), plan.added_of(r))
         layouts.apply(plan)
 
-    def _vtoken_rewrite_row(self, req_id: str, kept: np.ndarray, added: np.ndarray) -> None:
+    def _vtoken_rewrite_block_table(self, req_id: str, kept: np.ndarray, added: np.ndarray) -> None:
         """Keep these positions of a request's row; vLLM then appends the step's new blocks.
 
         Args:
@@ -217,17 +215,16 @@ class VTokenRunnerV1Mixin:
         if self.vtoken_checker is not None:
             self.vtoken_checker.after_attention()
         # The forward pass is over: its scores are complete.
-        report = None
+        scores = None
         if self.vtoken_attention is not None:
-            report = self.vtoken_attention.end_step(self, self.vtoken_plan)
+            scores = self.vtoken_attention.end_step(self, self.vtoken_plan)
         out = super().sample_tokens(grammar_output)
         if not self.input_batch.num_reqs:
-            return out
-        counts = None if self.vtoken_checker is None else self.vtoken_checker.take_counts()
-        spent, self.vtoken_relocation_ns = self.vtoken_relocation_ns, 0
-        if report is None and counts is None and not spent:
-            return out
-        return attach(out, "vtoken", WorkerReport(report, spent, counts))
+            return out  # vLLM's shared empty output: what there is to say waits for the next step
+        counts = self.vtoken_checker.take_counts() if self.vtoken_checker is not None else None
+        report = WorkerReport(scores, self.vtoken_relocation_ns, counts)
+        self.vtoken_relocation_ns = 0
+        return attach(out, report) if report else out
 
     def vtoken_reconfigure(self, config) -> None:
         """Take other settings while idle; in-process engines only."""
@@ -248,17 +245,17 @@ class VTokenRunnerV1Mixin:
             self.vtoken_checker = WorkerChecker(self, self.vtoken_config)
 
 
-def attach(output, name: str, value):
-    """Put an attribute on a ModelRunnerOutput, now or when an async one is fetched."""
+def attach(output, report: WorkerReport):
+    """Put a report on a ModelRunnerOutput, now or when an async one is fetched."""
     if hasattr(output, "get_output"):
         fetch = output.get_output
 
         def get_output():
-            return attach(fetch(), name, value)
+            return attach(fetch(), report)
 
         output.get_output = get_output
         return output
     # Never on vLLM's shared empty output, which other steps return too.
     assert output is not None and output.req_ids, "a report belongs to a step with requests"
-    setattr(output, name, value)
+    output.vtoken = report
     return output

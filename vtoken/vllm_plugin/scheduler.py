@@ -14,6 +14,7 @@ from vtoken.scheduling.step import Step
 from vtoken.server.stats import StatsSource
 from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.manager import VTokenManager
+from vtoken.vllm_plugin.progress import ProgressGuard
 from vtoken.vllm_plugin.settings import config_of
 from vtoken.vllm_plugin.support import check_scheduler_supported
 
@@ -57,11 +58,13 @@ class VTokenSchedulerMixin:
             ops=load_ops() if ops is None else ops,
             is_running=_is_running,
             model=self.vllm_config.model_config.model,
+            num_engines=self.vllm_config.parallel_config.data_parallel_size,
         )
         if config.hash_kv_every:
             from vtoken.checks.scheduler_side import SchedulerChecker
 
             self.vtoken.checker = SchedulerChecker(self.vtoken, self.vllm_config)
+        self._vtoken_progress = ProgressGuard(self)
         return self.vtoken
 
     def _allocate_slots(self, request, num_new_tokens, num_new_computed_tokens=0, *args, **kwargs):
@@ -95,14 +98,19 @@ class VTokenSchedulerMixin:
     def _reserve_prefill_lookahead(self, request, num_computed_tokens, num_new_tokens):
         # vLLM asks this of every request, running or waiting: the place to cut a chunk.
         n = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        if self.vtoken is None or (n <= 1 and not request.is_prefill_chunk):
+        if self.vtoken is None or n == 0:
             return n
+        if n == 1 and request.status is RequestStatus.RUNNING and not request.is_prefill_chunk:
+            return n  # it decodes
         return self.vtoken.cap_chunk(request, num_computed_tokens, n)
 
     def schedule(self, *args, **kwargs):
-        if self.vtoken is not None:
-            self.vtoken.begin()
-        return super().schedule(*args, **kwargs)
+        if self.vtoken is None:
+            return super().schedule(*args, **kwargs)
+        self.vtoken.begin()
+        output = super().schedule(*args, **kwargs)
+        self._vtoken_progress.end_step()
+        return output
 
     def _update_after_schedule(self, scheduler_output) -> None:
         if self.vtoken is not None:
@@ -116,7 +124,10 @@ class VTokenSchedulerMixin:
             self.vtoken.take_report(report)
             if self._vtoken_stats is not None:
                 self._vtoken_stats.relocation_ns += report.relocation_ns
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.vtoken is not None and self._vtoken_progress.refused:
+            self._vtoken_progress.explain(outputs)
+        return outputs
 
     def make_stats(self, *args, **kwargs):
         stats = super().make_stats(*args, **kwargs)
@@ -127,9 +138,10 @@ class VTokenSchedulerMixin:
         return stats
 
     def _preempt_request(self, request, *args, **kwargs):
+        super()._preempt_request(request, *args, **kwargs)
         if self.vtoken is not None:
             self.vtoken.counters.preemptions += 1
-        return super()._preempt_request(request, *args, **kwargs)
+            self._vtoken_progress.note_preemption(request)
 
 
 def _is_running(request) -> bool:

@@ -1,128 +1,85 @@
-"""What vToken refuses at start-up, each with its reason. Lift one by one, with tests."""
+"""Checks of engines, layers and prompts against the list of what works (`support_list`)."""
 
 from __future__ import annotations
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, Literal
 
-from vtoken.config import VTokenConfig
-from vtoken.errors import UnsupportedError
-from vtoken.policies.base import ScoreKind
-
-# feature -> (test on a VllmConfig, why it cannot work yet)
-_REFUSED = [
-    (
-        "speculative decoding",
-        lambda c: c.speculative_config is not None,
-        "rejected drafts would take back tokens that were already placed",
-    ),
-    (
-        "KV connectors",
-        lambda c: c.kv_transfer_config is not None,
-        "a connector addresses KV by block position, which relocation changes",
-    ),
-    (
-        "decode or prefill context parallelism",
-        lambda c: (
-            c.parallel_config.decode_context_parallel_size > 1
-            or c.parallel_config.prefill_context_parallel_size > 1
-        ),
-        "a block's tokens are spread over ranks there",
-    ),
-    (
-        "dual batch overlap",
-        lambda c: c.parallel_config.enable_dbo,
-        "the hooks rewrite inputs once per step, not once per microbatch",
-    ),
-    (
-        "encoder-decoder models",
-        lambda c: c.model_config.is_encoder_decoder,
-        "cross attention keeps a second cache that policies do not know",
-    ),
-    (
-        "an FP8 KV cache",
-        lambda c: str(c.cache_config.cache_dtype).startswith("fp8"),
-        "relocation of scaled KV is not tested; use --kv-cache-dtype auto",
-    ),
-    (
-        "Model Runner V2",
-        lambda c: c.use_v2_model_runner,
-        "the hooks are written for runner V1; set VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
-]
+from vtoken.vllm_plugin.support_list import PROPERTIES
 
 
-def check_config_supported(
-    vllm_config, config: VTokenConfig, block_size: int | None = None
-) -> None:
-    """Refuse what the hooks cannot serve.
+def _check(of: str, subject, where: str = "") -> None:
+    for prop in PROPERTIES:
+        if prop.of == of:
+            prop.check(subject, where)
+
+
+def check_config_supported(vllm_config, config, block_size: int | None = None) -> None:
+    """Refuse a finished VllmConfig that has what is not listed.
+
+    Args:
+        config: vToken's settings.
 
     Raises:
-        UnsupportedError: names the feature and the reason.
+        UnsupportedError: names the feature, the reason and what would work.
     """
-    for feature, present, why in _REFUSED:
-        if present(vllm_config):
-            raise UnsupportedError("vtoken with", feature, why)
-    parallel = vllm_config.parallel_config
-    if config.evicts:
-        policy = config.make_policy(block_size or vllm_config.cache_config.block_size or 16)
-        size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        if policy.score_kind is not ScoreKind.NONE and size > 1:
-            raise UnsupportedError(
-                "--policy",
-                config.policy,
-                "scores are not summed over tensor or pipeline ranks yet; "
-                "streaming-llm, sliding-window and random need none",
-            )
+    block_size = block_size or vllm_config.cache_config.block_size or 16
+    engine = SimpleNamespace(
+        all=vllm_config, model=vllm_config.model_config, cache=vllm_config.cache_config,
+        parallel=vllm_config.parallel_config, scheduler=vllm_config.scheduler_config,
+        policy=config.make_policy(block_size) if config.evicts else None,
+    )  # fmt: skip
+    _check("engine", engine)
+    if vllm_config.device_config.device_type == "cuda":
+        check_gpu_supported(config, block_size)
+
+
+def check_gpu_supported(config, block_size: int) -> None:
+    """Refuse what needs attention over holes, or scores, where no kernel of ours runs.
+
+    Raises:
+        UnsupportedError: says why, and what works.
+    """
+    policy = config.make_policy(block_size) if config.evicts else None
+    _check("gpu", SimpleNamespace(config=config, policy=policy))
 
 
 def check_scheduler_supported(scheduler, managers) -> None:
-    """Refuse KV cache layouts the hooks cannot serve.
+    """Refuse KV caches that the hooks cannot serve.
 
     Raises:
         UnsupportedError: names the layout and the reason.
     """
-    if len(managers) != 1:
-        raise UnsupportedError(
-            "vtoken with", f"{len(managers)} KV cache groups",
-            "hybrid models keep several caches per request; only full attention works",
-        )  # fmt: skip
-    if scheduler.hash_block_size != scheduler.block_size:
-        raise UnsupportedError(
-            "vtoken with", f"prefix hashes of {scheduler.hash_block_size} tokens",
-            "hits inside a block would share a block that may be rewritten",
-        )  # fmt: skip
+    num_hashes = scheduler.block_size / scheduler.hash_block_size
+    _check("scheduler", SimpleNamespace(num_groups=len(managers), num_hashes=num_hashes))
 
 
-def check_layer_spec(name: str, spec) -> None:
-    """Refuse attention layers that use physical distance or a layout of their own.
+def check_layer_specs(specs: Mapping[str, Any]) -> None:
+    """Refuse attention layers whose KV is not one relocatable entry per token, alike in all.
 
     Raises:
         UnsupportedError: names the layer and the reason.
     """
-    if type(spec) is not FullAttentionSpec:
-        raise UnsupportedError(
-            "vtoken with", f"layer {name} ({type(spec).__name__})",
-            "only full attention layers keep one relocatable entry per token",
-        )  # fmt: skip
-    if spec.sliding_window or spec.attention_chunk_size:
-        raise UnsupportedError(
-            "vtoken with", f"layer {name} (windowed attention)",
-            "a window counts physical distance, which relocation changes",
-        )  # fmt: skip
+    for name, spec in specs.items():
+        _check("spec", spec, f" in layer {name}")
+    _check("specs", {(s.num_kv_heads, s.head_size, s.dtype) for s in specs.values()})
 
 
-def check_layer_impl(name: str, impl) -> None:
+def check_layer_impls(layers: Mapping[str, Any]) -> None:
     """Refuse attention implementations whose result depends on where an entry lies.
 
     Raises:
         UnsupportedError: names the layer and the reason.
     """
-    if getattr(impl, "alibi_slopes", None) is not None:
-        raise UnsupportedError(
-            "vtoken with", f"layer {name} (ALiBi)", "ALiBi counts physical distance"
-        )
-    if getattr(impl, "kv_sharing_target_layer_name", None):
-        raise UnsupportedError(
-            "vtoken with", f"layer {name} (shares another layer's KV)",
-            "moves and scores would be applied twice",
-        )  # fmt: skip
+    for name, layer in layers.items():
+        _check("layer", layer.impl, f" in layer {name}")
+
+
+def check_prompt(kind: Literal["token ids", "embeddings", "stream"]) -> None:
+    """Refuse a prompt that the scheduler cannot count.
+
+    Raises:
+        UnsupportedError: says what to send.
+    """
+    _check("prompt", kind)

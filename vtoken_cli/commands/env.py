@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from vtoken.experiments.report.environment import collect_environment
+from vtoken.vllm_plugin.support_list import SUPPORT
 from vtoken_cli.command import command
 from vtoken_cli.given import Run
-from vtoken_cli.support_matrix import SUPPORT
 
 _SHOWN_CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
 _STYLES = {"works": "green", "untested": "yellow", "refused": "red", "unavailable": "red"}

@@ -115,7 +115,7 @@ def run_pairs(engine, config: VTokenConfig, requests, follows, folder: Path) -> 
     """Run naive once, then vtoken with its decisions replayed, and free.
 
     Returns:
-        {"replayed": pairs, "free": pairs, "trace": naive's trace by request}.
+        {"replayed": pairs, "free": pairs, "trace": naive's trace, "num_evicted": naive's tokens}.
     """
     file = str(folder / f"decisions-{config.policy}.jsonl")
     runs = {}
@@ -131,7 +131,7 @@ def run_pairs(engine, config: VTokenConfig, requests, follows, folder: Path) -> 
             engine, requests, max_concurrency=_num_at_once(engine, requests), ignore_eos=False
         ).finished
         if name == "naive":
-            trace = list(engine.trace)
+            trace, num_evicted = list(engine.trace), engine.counters.evicted_tokens
     decode = engine.tokenizer.decode
 
     def pairs(name: str) -> list[Pair]:
@@ -142,7 +142,10 @@ def run_pairs(engine, config: VTokenConfig, requests, follows, folder: Path) -> 
             found.append(Pair(request.request_id, a, b, decode(a), decode(b), follow))
         return found
 
-    return {"replayed": pairs("replayed"), "free": pairs("free"), "trace": trace}
+    return {
+        "replayed": pairs("replayed"), "free": pairs("free"), "trace": trace,
+        "num_evicted": num_evicted,
+    }  # fmt: skip
 
 
 def _num_at_once(engine, requests: Sequence[WorkloadRequest]) -> int:
@@ -209,6 +212,7 @@ def run_quality(
     rouge_scorer()
     found: dict[str, list[Pair]] = {"replayed": [], "free": []}
     differing: list[dict[str, object]] = []
+    idle: list[str] = []  # policies that evicted nothing: equal outputs show nothing
     fields = {
         "policy": policies[0],
         **{k: v for k, v in user.items() if k not in ("mode", "policy")},
@@ -229,10 +233,14 @@ def run_quality(
             result = run_pairs(engine, config, requests[mine], follows[mine], Path(folder))
             for kind in found:
                 found[kind] += result[kind]
+            if not result["num_evicted"]:
+                idle.append(policy)
             differing += _explain_all(result, requests[mine], model_path)
             advance(policy)
     summary = {kind: summarize(pairs) for kind, pairs in found.items()}
     failures = _failures(summary["replayed"], differing)
+    if idle:
+        failures.append(f"nothing was evicted, so nothing was shown, for: {', '.join(idle)}")
     return {
         **summary, "policy": ", ".join(policies), "output_len": output_len,
         "prompt_len": prompt_len, "differing": differing, "failures": failures,

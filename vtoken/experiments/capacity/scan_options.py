@@ -110,7 +110,7 @@ class ScanSettings:
         config = line.config(self.config)
         peak = num_tokens
         if line.mode == "vtoken":
-            peak = config.make_budget(block_size).peak_tokens(num_tokens)
+            peak = peak_tokens(config.make_budget(block_size), num_tokens)
             num_blocks -= int(config.low_watermark_frac * num_blocks)  # not given to admissions
         return max(1, num_blocks // cdiv(peak, block_size))
 

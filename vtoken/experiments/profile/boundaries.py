@@ -30,7 +30,7 @@ OURS = (PLAN, FINALISE, HOOKS, APPLY, MOVES, LAYOUTS, SCORES)
 
 _SCHEDULER = {"schedule": SCHEDULE, "update_from_output": REST}
 _RUNNER = {"execute_model": INPUTS, "_model_forward": MODEL, "sample_tokens": SAMPLING}
-_HOOKS = {"begin_step": PLAN, "execute": PLAN, "finalize": FINALISE, "take_scores": SCORES}
+_HOOKS = {"begin": PLAN, "on_allocate": PLAN, "finish": FINALISE, "take_report": SCORES}
 _RUNNER_HOOKS = {
     "_vtoken_apply": APPLY, "_vtoken_use_physical_lengths": LAYOUTS, "vtoken_move": MOVES,
 }  # fmt: skip

@@ -70,7 +70,7 @@ def host_bytes(hooks) -> int:
 
     The buffers of the compiled operations do not: there is one set of them, whatever is running.
     """
-    return num_bytes(arrays_of(hooks.requests.tables, leave_out=hooks.requests.tables.arena.ops))
+    return num_bytes(arrays_of(hooks.requests.tables))
 
 
 def device_rows(engine) -> Iterator[Row]:
@@ -115,7 +115,9 @@ class LookupCounts:
         named = 0 if plan is None else len(plan.req_ids)
         rebuilt = 0
         if named:
-            rebuilt = int((np.asarray(plan.rewrites_row) | (np.diff(plan.mask_start) > 0)).sum())
+            rebuilt = int(
+                (np.asarray(plan.rewrites_block_table) | (np.diff(plan.mask_start) > 0)).sum()
+            )
         self.num_appends += scheduled - named
         self.num_rebuilds += rebuilt
         self.num_updates += named - rebuilt

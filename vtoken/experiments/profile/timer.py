@@ -2,7 +2,7 @@
 
     timer = PhaseTimer()
     timer.wrap(scheduler, "schedule", "schedule")
-    timer.wrap(hooks, "begin_step", "plan")            # called inside schedule()
+    timer.wrap(hooks, "begin", "plan")                 # called inside schedule()
     with timer:                                        # wrappers go on, and come off again
         new_tokens, finished = timer.run_step(engine.step)
     timer.steps[-1].phases_s                           # {"schedule": ..., "plan": ...}
