@@ -37,7 +37,7 @@ def _first_state_without(server, stream_id: str) -> dict:
     end = time.monotonic() + 120
     while time.monotonic() < end:
         state = server.engine()
-        if not any(row["id"].startswith(stream_id) for row in state["requests"]):
+        if not any(row["id"][:13] == stream_id[:13] for row in state["requests"]):
             return state
         time.sleep(0.02)
     raise AssertionError("the request of the client that left goes on")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
 
 from vtoken.config import VTokenConfig
 from vtoken.server import snapshot as module
-from vtoken.server.snapshot import snapshot
+from vtoken.server.snapshot import PoolView, describe, snapshot
 from vtoken.server.stats import StatsSource, live_and_dead_tokens
 
 pytest.importorskip("vllm")
@@ -111,6 +112,74 @@ def test_free_blocks_that_hold_a_prefix():
     state = snapshot(engine.scheduler)
     assert state["blocks"]["owned"] == 0
     assert sums(state)["cached"] == state["blocks"]["cached"] * N > 0
+
+
+def test_a_look_asks_a_few_blocks_and_all_of_them_in_turn():
+    engine = open_engine(caching=True)
+    run(engine, num_requests=2, steps=1, prompt=40, output=2)
+    while engine.has_unfinished():
+        engine.step()
+    view = PoolView(engine.scheduler)
+    seen = [describe(view.copy(scan_blocks=3))["blocks"]["cached"] for _ in range(21)]
+    assert seen == sorted(seen)
+    assert seen[-1] == snapshot(engine.scheduler)["blocks"]["cached"] > seen[0]
+    # What is used again is no reusable block, whether it was asked since or not.
+    engine.add("new", range(5000, 5900), 5)
+    engine.step()
+    state = describe(view.copy(scan_blocks=1))
+    found = sums(state)
+    assert found["live"] + found["dead"] + found["tail"] == state["blocks"]["owned"] * N
+    assert state["blocks"]["cached"] <= state["blocks"]["free"]
+
+
+@pytest.mark.parametrize("mode", ["native", "naive", "vtoken"])
+def test_looking_again_and_again_shows_what_one_look_shows(mode):
+    engine = open_engine(mode, num_blocks=26)
+    view, preempted = PoolView(engine.scheduler), 0
+    for i in range(4):
+        engine.add(f"r{i}", range(100 * i, 100 * i + 40), 110)
+    while engine.has_unfinished():
+        engine.step()
+        again, once = describe(view.copy()), snapshot(engine.scheduler)
+        preempted += sum(r["preemptions"] for r in again["requests"])
+        assert again | {"time_s": 0} == once | {"time_s": 0}
+    assert preempted or mode != "native"
+
+
+def test_what_is_copied_travels_between_processes():
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    engine = open_engine("naive")
+    run(engine)
+    copied = PoolView(engine.scheduler).copy()
+    arrived = MsgpackDecoder().decode(MsgpackEncoder().encode(copied))
+    assert describe(arrived) == describe(copied)
+
+
+def test_ids_are_shortened():
+    engine = open_engine()
+    for i in range(2):
+        engine.add(f"cmpl-{i}{'f' * 31}-0-{i}2345678", range(30), 5)
+    engine.step()
+    shown = [r["id"] for r in snapshot(engine.scheduler)["requests"]]
+    assert shown == ["cmpl-0fffffff…5678", "cmpl-1fffffff…5678"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["native", "vtoken"])
+def test_a_look_takes_less_than_a_millisecond_of_the_scheduler(mode):
+    engine = open_engine(mode, num_blocks=50_000, kv_budget_tokens=None, policy="streaming-llm",
+                         eviction_ratio=0.5)  # fmt: skip
+    for i in range(200):
+        engine.add(f"r{i}", [1 + i % 50] * 1500, 400)
+    view, looks = PoolView(engine.scheduler), []
+    for _ in range(60):
+        engine.step()
+        start = time.process_time()
+        view.copy()
+        looks.append(time.process_time() - start)
+    assert len(engine.scheduler.running) > 100
+    assert min(looks) < 1e-3, looks
 
 
 def test_shared_blocks_count_once():

@@ -18,6 +18,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from vtoken.server.snapshot import describe
 from vtoken.server.terminal import is_local
 
 PAGE = Path(__file__).parent.parent / "server" / "page.html"
@@ -35,16 +36,18 @@ HEADERS = {
 
 
 def install_utility() -> None:
-    """Give vLLM's EngineCore a method that describes its scheduler; may be called again."""
+    """Give vLLM's EngineCore a method that copies its scheduler's state; may be called again."""
     from vllm.v1.engine.core import EngineCore
 
     if hasattr(EngineCore, UTILITY):
         return
 
     def vtoken_state(self) -> dict:
-        from vtoken.server.snapshot import snapshot
+        from vtoken.server.snapshot import PoolView
 
-        return snapshot(self.scheduler, getattr(self, "engine_index", 0))
+        if not hasattr(self, "vtoken_view"):
+            self.vtoken_view = PoolView(self.scheduler)
+        return self.vtoken_view.copy(getattr(self, "engine_index", 0))
 
     setattr(EngineCore, UTILITY, vtoken_state)
 
@@ -67,7 +70,8 @@ class StateReader:
         async with self._lock:
             if self._state is None or time.monotonic() - self._read_at_s > MAX_AGE_S:
                 ask = self.engine_client.engine_core.call_utility_all_async(UTILITY)
-                engines = await asyncio.wait_for(ask, TIMEOUT_S)
+                copied = await asyncio.wait_for(ask, TIMEOUT_S)
+                engines = await asyncio.to_thread(lambda: [describe(c) for c in copied])
                 self._state = {"model": self.model_name, "engines": engines}
                 self._read_at_s = time.monotonic()
             return self._state
