@@ -92,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 done, 1 a check failed, 2 bad usage or configuration, 3 the engine failed, 130 interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):  # no terminal's encoding may end a command
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     args = list(sys.argv[1:] if argv is None else argv)
     own, extra = split_extra_args(args)
     try:

@@ -22,6 +22,7 @@ NO_REEXEC = "VTOKEN_NO_REEXEC"
 _STARTED_OVER = "VTOKEN_STARTED_OVER"  # what was set may not have stayed: never try a second time
 _OPENMP_LIBRARIES = ("libiomp", "libomp", "libgomp")
 _HUGE_PAGES = "glibc.malloc.hugetlb"
+_CONTROL_GROUPS, _CONTROL_GROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _HUGE_PAGE_MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -45,6 +46,8 @@ def ensure_cpu_runtime(say: Callable[[str], None]) -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     os.environ.update(chosen)
     threads, openmp = os.environ["OMP_NUM_THREADS"], _openmp_name(os.environ.get("LD_PRELOAD", ""))
+    if float(threads if threads.isdigit() else 0) > (quota := cpu_quota()):
+        openmp += f" (more threads than the {quota:g} cores that this control group may use)"
     asks = f"{_HUGE_PAGES}=1" in os.environ.get("GLIBC_TUNABLES", "")
     pages = ", huge pages asked for" if asks else ""
     say(f"CPU engine: {threads} threads, {openmp}{pages}")
@@ -79,7 +82,11 @@ def start_settings(environment: os._Environ[str] | dict[str, str]) -> dict[str, 
     """
     wanted = {}
     library, preloaded = find_intel_openmp(), environment.get("LD_PRELOAD", "")
-    if library and not any(name in preloaded for name in _OPENMP_LIBRARIES):
+    if (
+        library
+        and not _splits(library)
+        and not any(name in preloaded for name in _OPENMP_LIBRARIES)
+    ):
         wanted["LD_PRELOAD"] = " ".join(filter(None, (str(library), preloaded)))
     tunables = environment.get("GLIBC_TUNABLES", "")
     if _HUGE_PAGES not in tunables and huge_pages_on_request():
@@ -93,24 +100,23 @@ def huge_pages_on_request() -> bool:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if name != "glibc" or not numbers or tuple(map(int, numbers.groups())) < (2, 35):
         return False
-    try:
-        return "[madvise]" in _HUGE_PAGE_MODES.read_text()
-    except OSError:
-        return False
+    return "[madvise]" in _read(_HUGE_PAGE_MODES)
 
 
 def thread_settings(environment: os._Environ[str] | dict[str, str]) -> dict[str, str]:
     """Return the variables to set, without those the user has set.
 
-    OMP_NUM_THREADS: every physical core this process may use. vLLM's workers would otherwise
-    leave one to the front end, which on two cores halves the speed; front end and worker mostly
-    take turns.
+    OMP_NUM_THREADS: every physical core this process may use, or as many as its control group
+    has time for: threads above that wait for one that was stopped, at every barrier. vLLM's
+    workers would otherwise leave one core to the front end, which on two halves the speed; front
+    end and worker mostly take turns.
     VLLM_CPU_OMP_THREADS_BIND: "nobind". A thread pinned to a core that another process uses holds
     up all others at the next barrier. Machines with several memory nodes keep vLLM's binding,
     which is also what keeps memory near its threads there.
     KMP_BLOCKTIME: 5 ms of waiting awake instead of 200; vLLM's own choice for pinned threads.
     """
-    wanted = {"OMP_NUM_THREADS": str(num_physical_cores()), "KMP_BLOCKTIME": "5"}
+    threads = max(1, int(min(num_physical_cores(), cpu_quota())))
+    wanted = {"OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "5"}
     if _num_memory_nodes() == 1:
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return {name: value for name, value in wanted.items() if name not in environment}
@@ -123,10 +129,7 @@ def num_physical_cores() -> int:
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
+        cores.add(_read(siblings).strip() or str(cpu))
     return len(cores)
 
 
@@ -134,7 +137,45 @@ def _num_memory_nodes() -> int:
     return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
 
 
+def cpu_quota() -> float:
+    """Cores' worth of time that this process's control groups allow; infinite without a limit.
+
+    Source: Linux's Documentation/admin-guide/cgroup-v2.rst, `cpu.max`, and scheduler/sched-bwc.rst.
+    """
+    quotas = [float("inf")]
+    for line in _read(_CONTROL_GROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = _CONTROL_GROUP_ROOT / ("cpu" if controllers else "")
+        own = top / path.lstrip("/")  # in a container it may not be there: then the top is ours
+        for folder in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+            parts = _read(folder / "cpu.max").split() or [
+                _read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")
+            ]
+            if all(part.strip().isdigit() for part in parts):  # else "max", -1 or no such file
+                quotas.append(int(parts[0]) / int(parts[1]))
+    return min(quotas)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _splits(library: Path) -> bool:
+    """Whether the dynamic linker takes this path for several: it splits LD_PRELOAD at these."""
+    return bool(re.search(r"[\s:]", str(library)))
+
+
 def _openmp_name(preloaded: str) -> str:
-    if "libiomp" in preloaded:
+    if "libiomp5" in _read(Path("/proc/self/maps")):
         return "Intel OpenMP preloaded"
-    return "OpenMP as preloaded by the user" if "omp" in preloaded else "torch's own OpenMP"
+    if any(name in preloaded for name in _OPENMP_LIBRARIES):
+        return "OpenMP as preloaded by the user"
+    library = find_intel_openmp()
+    if library and _splits(library):
+        return f"torch's own OpenMP, slower: Intel's cannot be preloaded from {str(library)!r}"
+    return "torch's own OpenMP"

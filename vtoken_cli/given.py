@@ -9,6 +9,7 @@ from typing import Any
 
 from vtoken.errors import ConfigError, nearest
 from vtoken.modes import MODES
+from vtoken.units import AUTO, read_text
 from vtoken_cli.options import ENGINE, FILES, OUTPUT, VTOKEN, Opt, by_key
 from vtoken_cli.output import Output
 from vtoken_cli.parsers import comma_list
@@ -48,10 +49,13 @@ class Run:
         from vtoken.config import VTokenConfig
         from vtoken.engine.settings import EngineSettings
 
+        engine = dict(self.engine)
+        if engine.get("max_model_len") == AUTO:
+            del engine["max_model_len"]  # these commands know how long their requests get
         names = {"modes": "mode", "policies": "policy"}
         return {
             "config": VTokenConfig.from_mapping(self.vtoken),
-            "engine": EngineSettings(**self.engine, vllm_args=self.vllm_args()),
+            "engine": EngineSettings(**engine, vllm_args=self.vllm_args()),
             **{name: tuple(self.many[key]) for name, key in names.items() if key in self.many},
         }
 
@@ -94,11 +98,10 @@ def read_yaml(file: str | None, rows: Sequence[Opt]) -> dict[str, Any]:
         return {}
     import yaml
 
+    written = read_text(Path(file).expanduser(), "--config")
     try:
-        content = yaml.safe_load(Path(file).expanduser().read_text())
-    except OSError as error:
-        raise ConfigError("--config", file, f"cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
+        content = yaml.safe_load(written)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise ConfigError("--config", file, f"is not YAML: {problem}") from None
     if not isinstance(content, dict):

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from vtoken.modes import MODES
-from vtoken_cli.parsers import choice, count, flag, integer, json_object, number, text
+from vtoken_cli.parsers import choice, count, flag, integer, json_object, model_length, number, text
 
 Parser = Callable[[Any, str], Any]
 
@@ -102,8 +102,8 @@ ENGINE = (
     Opt("num_kv_blocks", parse=count, metavar="BLOCKS", help="Usable blocks of the KV pool."),
     Opt("block_size", parse=count, metavar="TOKENS",
         default="16, or the smallest the backend takes", help="Tokens per KV block."),
-    Opt("max_model_len", parse=count, metavar="TOKENS", default="the model's",
-        help="Longest sequence; 32K works."),
+    Opt("max_model_len", parse=model_length, metavar="TOKENS|auto", default="the model's",
+        help="Longest sequence; 32K works, auto (or -1) is what memory holds."),
     Opt("max_num_seqs", parse=count, metavar="N", default="vLLM's",
         help="Most requests in one step."),
     Opt("dtype", metavar="TYPE", default="vLLM's", help="float32, bfloat16, float16 or auto."),

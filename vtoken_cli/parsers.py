@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vtoken.errors import ConfigError
-from vtoken.units import parse_count, parse_duration_s
+from vtoken.units import AUTO, parse_count, parse_duration_s
 
 
 def text(value: Any, option: str) -> str:
@@ -45,6 +45,11 @@ def count(value: Any, option: str) -> int:
     return parse_count(value if isinstance(value, int) else str(value), option)
 
 
+def model_length(value: Any, option: str) -> int:
+    """Read a count of tokens; "auto" is -1 as in vLLM: what memory holds."""
+    return AUTO if str(value) in ("auto", str(AUTO)) else count(value, option)
+
+
 def integer(value: Any, option: str) -> int:
     """Read a whole number, negative ones included."""
     try:
@@ -64,7 +69,7 @@ def json_object(value: Any, option: str) -> dict[str, Any]:
     """Read a JSON object, or take a YAML mapping."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ConfigError(option, value, """a JSON object such as '{"name": 1}'""")

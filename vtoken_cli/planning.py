@@ -39,7 +39,12 @@ PLANNING = (
         help="Say what each mode needs for N requests at once."),
     Opt("target_context", parse=count, metavar="TOKENS", default="prompt and output together",
         help="Tokens of each of those requests."),
-    Opt("trace", metavar="FILE", help="Replay a trace: Mooncake JSONL, Azure or ServeGen CSV."),
+    Opt("trace", metavar="FILE",
+        help="Replay a trace: Mooncake or Bailian JSONL; Azure, BurstGPT or ServeGen CSV."),
+    Opt("hash_block_tokens", parse=count, metavar="TOKENS", default="Mooncake's 512, Bailian's 16",
+        help="Prompt tokens that each of the trace's prefix hashes stands for."),
+    Opt("time_unit", parse=choice("s", "ms", "us"), metavar="s|ms|us",
+        default="Mooncake's ms, Bailian's s", help="Unit of such a trace's times."),
     Opt("num_requests", parse=count, metavar="N", default="all", help="First N of the trace."),
     Opt("rate_scale", parse=number, metavar="FACTOR", default="1",
         help="Replay the trace at FACTOR times its rate."),
@@ -73,7 +78,7 @@ def take_planning(run: Run) -> dict[str, Any] | None:
     for only, needed in (
         ("target_context", "target_concurrency"), ("num_requests", "trace"),
         ("rate_scale", "trace"), ("replicas", "trace"), ("router", "trace"),
-        ("approximate", "trace"),
+        ("approximate", "trace"), ("hash_block_tokens", "trace"), ("time_unit", "trace"),
     ):  # fmt: skip
         if only in given and needed not in given:
             raise ConfigError(_option(only), given[only], f"only together with {_option(needed)}")
@@ -191,7 +196,9 @@ def _run_trace(run: Run, given: dict[str, Any], settings, memory) -> bool:
     from vtoken.workloads import load_workload
     from vtoken.workloads.request import scale_rate, take
 
-    requests = take(load_workload(given["trace"]), given.get("num_requests"), given["trace"])
+    options = {key: given[key] for key in ("hash_block_tokens", "time_unit") if key in given}
+    requests = load_workload(given["trace"], **options)
+    requests = take(requests, given.get("num_requests"), given["trace"])
     requests = scale_rate(requests, given.get("rate_scale", 1.0))
     setup = TraceSetup(
         plan=memory, cost=_step_cost(given, memory), config=settings.config,

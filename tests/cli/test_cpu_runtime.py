@@ -40,9 +40,9 @@ def engine_cli(cli):
 def test_starts_over_with_intel_openmp_and_says_so(engine_cli):
     done = engine_cli("probe", "--json", **CLEAN)
     seen = json.loads(done.stdout)
-    cores = cpu_runtime.num_physical_cores()
+    cores = cpu_runtime.thread_settings({})["OMP_NUM_THREADS"]
     assert seen["mapped"] and seen["LD_PRELOAD"] == str(cpu_runtime.find_intel_openmp())
-    assert seen["OMP_NUM_THREADS"] == str(cores) and seen["KMP_BLOCKTIME"] == "5"
+    assert seen["OMP_NUM_THREADS"] == cores and seen["KMP_BLOCKTIME"] == "5"
     huge = cpu_runtime.huge_pages_on_request()
     assert seen["GLIBC_TUNABLES"] == ("glibc.malloc.hugetlb=1" if huge else None)
     pages = ", huge pages asked for" if huge else ""
@@ -165,3 +165,62 @@ def test_several_memory_nodes_keep_vllms_binding(monkeypatch):
     assert "VLLM_CPU_OMP_THREADS_BIND" not in cpu_runtime.thread_settings({})
     monkeypatch.setattr(cpu_runtime, "_num_memory_nodes", lambda: 1)
     assert cpu_runtime.thread_settings({})["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def control_groups(monkeypatch, tmp_path, own: str, files: dict[str, str]) -> None:
+    """A process in control groups of its own: lines of /proc/self/cgroup, and their files."""
+    root = tmp_path / "cgroup"
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(cpu_runtime, "_CONTROL_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(cpu_runtime, "_CONTROL_GROUP_ROOT", root)
+
+
+V1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, float("inf")),
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b", {"a/cpu.max": "100000 50000", "a/b/cpu.max": "max 100000"}, 2.0),
+        ("0::/on/the/host", {"cpu.max": "50000 100000"}, 0.5),
+        ("3:memory:/x\n1:cpuacct,cpu:/x\n", dict(zip(V1, ("300000", "100000"), strict=True)), 3.0),
+        ("1:cpu:/\n0::/", dict(zip(V1, ("-1", "100000"), strict=True)), float("inf")),
+        ("", {}, float("inf")),
+    ],
+)
+def test_no_more_threads_than_the_control_group_has_time_for(
+    monkeypatch, tmp_path, own, files, quota
+):
+    control_groups(monkeypatch, tmp_path, own, files)
+    monkeypatch.setattr(cpu_runtime, "num_physical_cores", lambda: 64)
+    assert cpu_runtime.cpu_quota() == quota
+    threads = int(cpu_runtime.thread_settings({})["OMP_NUM_THREADS"])
+    assert threads == max(1, int(min(64, quota)))
+    assert "OMP_NUM_THREADS" not in cpu_runtime.thread_settings({"OMP_NUM_THREADS": "64"})
+
+
+def test_threads_above_the_quota_are_said(monkeypatch, tmp_path):
+    control_groups(monkeypatch, tmp_path, "0::/", {"cpu.max": "150000 100000"})
+    monkeypatch.delenv("VTOKEN_NO_REEXEC")
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setenv(cpu_runtime._STARTED_OVER, "1")
+    monkeypatch.setattr(cpu_runtime, "runs_on_cpu", lambda: True)
+    said = []
+    cpu_runtime.ensure_cpu_runtime(said.append)
+    assert "8 threads" in said[0] and "more threads than the 1.5 cores" in said[0]
+
+
+@pytest.mark.parametrize("folder", ["with space", "with:colon"])
+def test_a_path_that_cannot_be_preloaded(monkeypatch, tmp_path, folder):
+    """The linker would take it for two, and say so in every process."""
+    library = tmp_path / folder / "libiomp5.so"
+    monkeypatch.setattr(cpu_runtime, "find_intel_openmp", lambda: library)
+    assert "LD_PRELOAD" not in cpu_runtime.start_settings({})
+    monkeypatch.setattr(cpu_runtime, "_read", lambda file: "")
+    told = cpu_runtime._openmp_name("")
+    assert told.startswith("torch's own OpenMP, slower") and folder in told

@@ -216,6 +216,11 @@ def test_the_command_line_wins_over_yaml(yaml_file):
         ("- a\n- b", "must hold one mapping"),
         ("", "must hold one mapping"),
         ("a: [", "is not YAML"),
+        ("[" * 3000, "is not YAML: maximum recursion depth"),
+        ("seed: " + "9" * 5000, "is not YAML: Exceeds the limit"),
+        ("sink-tokens: " + "9" * 100, ": a whole number"),
+        ("policy-args: '" + "[" * 100_000 + "'", ": a JSON object"),
+        ("a: \0", "is not YAML"),
     ],
 )
 def test_wrong_yaml(yaml_file, text, message):
@@ -225,8 +230,54 @@ def test_wrong_yaml(yaml_file, text, message):
 
 
 def test_a_missing_yaml_file():
-    with pytest.raises(ConfigError, match="--config '/no/such.yaml': cannot be read: No such file"):
+    with pytest.raises(
+        ConfigError, match="--config '/no/such.yaml': a readable file .No such file or directory"
+    ):
         parse("--config", "/no/such.yaml")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_yaml_in_another_encoding(tmp_path, encoding):
+    file = tmp_path / "settings.yaml"
+    file.write_bytes("seed: 1\nmodel: caf\u00e9\n".encode(encoding))
+    with pytest.raises(
+        ConfigError, match=r"--config .*settings.yaml:\d': UTF-8 text, but this line"
+    ):
+        parse("--config", str(file))
+    file.write_bytes("model: caf\u00e9".encode("utf-8-sig"))
+    assert parse("--config", str(file)).engine["model"] == "caf\u00e9"
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "9223372036854775808", "9007199254740993.5", "1e5"])
+def test_counts_that_no_engine_can_hold(number):
+    with pytest.raises(ConfigError, match=f"--sink-tokens '{number}': a whole number"):
+        parse("--sink-tokens", number)
+
+
+@pytest.mark.parametrize("spelling", ["auto", "-1"])
+def test_a_length_that_memory_decides(spelling, yaml_file):
+    run = parse("--max-model-len", spelling)
+    assert run.engine == {"max_model_len": -1}
+    assert EngineSettings(**run.engine).max_model_len == -1
+    assert run.settings()["engine"].max_model_len is None  # scans know what their prompts need
+    assert parse_yaml(yaml_file, f"max-model-len: {spelling}").engine == {"max_model_len": -1}
+    for wrong in ("-2", "0.5", "car"):
+        with pytest.raises(ConfigError, match=f"--max-model-len '{wrong}': a whole number"):
+            parse("--max-model-len", wrong)
+    with pytest.raises(ConfigError, match="--max-num-seqs -1"):
+        EngineSettings(max_num_seqs=-1)
+
+
+def test_counts_are_exact():
+    assert (
+        parse("--seed", "1", "--sink-tokens", "9007199254740993").vtoken["sink_tokens"] == 2**53 + 1
+    )
+
+
+@pytest.mark.parametrize("duration", ["9" * 400, "1e3", -5, float("inf"), float("nan")])
+def test_durations_that_no_clock_can_hold(duration):
+    with pytest.raises(ConfigError, match="--interval .*: a duration such as"):
+        duration_s(duration, "--interval")
 
 
 def test_options_for_vllm_need_a_command_that_starts_an_engine():

@@ -69,7 +69,9 @@ class FakeApi:
 @pytest.fixture
 def fake_api(monkeypatch):
     FakeApi.asked = []
-    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=FakeApi))
+    monkeypatch.setitem(
+        sys.modules, "openai", SimpleNamespace(OpenAI=FakeApi, DefaultHttpxClient=dict)
+    )
     return FakeApi
 
 

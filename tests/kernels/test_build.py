@@ -16,6 +16,7 @@ from kernel_problems import needs_cpp
 import vtoken.kernels as package
 from vtoken.errors import ConfigError, UnsupportedError
 from vtoken.kernels import build, cpp, selfcheck, tables
+from vtoken.models import store
 
 REPO = Path(build.__file__).parents[2]
 
@@ -127,6 +128,59 @@ def test_a_cache_that_cannot_be_written(cache, tmp_path, monkeypatch):
     assert build._told(build.load_library("avx2"))["variant"] == ["avx2"]
 
 
+@needs_cpp
+@pytest.mark.parametrize("what", ["cache", "kernels", "library"])
+@pytest.mark.parametrize("damage", ["others may write", "another user's"])
+def test_what_another_user_could_change_is_not_loaded(cache, what, damage):
+    good = build.build("avx2")
+    path = {"cache": cache.parent, "kernels": cache, "library": good}[what]
+    if damage == "others may write":
+        path.chmod(0o777)
+    elif os.geteuid():
+        pytest.skip("only root can give a file away")
+    else:
+        os.chown(path, 4242, -1)
+    loaded = build.load_library("avx2")
+    assert build._told(loaded)["variant"] == ["avx2"]
+    used = Path(loaded._name)
+    if what == "library":
+        assert used == good and store.is_trusted(good)  # a sound folder: compiled again there
+    else:
+        assert used.parent not in (cache, cache.parent)
+
+
+@needs_cpp
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_every_umask_makes_a_cache_that_is_used_again(cache, monkeypatch, umask):
+    before = os.umask(umask)
+    try:
+        path = build.build("avx2")
+    finally:
+        os.umask(before)
+    assert path.parent == cache
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert build.build("avx2") == path
+
+
+@needs_cpp
+def test_a_network_folder_without_locks(cache, monkeypatch):
+    def flock(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert build.build("avx2").parent == cache
+
+
+@needs_cpp
+def test_a_full_disk_is_said_in_one_line(cache, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build.tempfile, "mkstemp", full)
+    with pytest.raises(build.BuildError, match="cannot be built in .*: No space left on device"):
+        build.build("avx2")
+
+
 def test_without_a_compiler(cache, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
@@ -138,7 +192,7 @@ def test_without_a_compiler(cache, monkeypatch, caplog):
     package.load()
     monkeypatch.setattr(tables, "_library", None)
     monkeypatch.setattr(tables, "_why_not", None)
-    assert tables.load_ops().name == "numpy"
+    assert tables.load_ops().name == "scalar"
     assert len([r for r in caplog.records if r.name == "vtoken.kernels"]) == 1
 
 
@@ -203,7 +257,7 @@ def test_kernels_with_other_fields_are_not_used(monkeypatch):
     ("name", "value", "told"),
     [
         ("NUMBERS", ("block_base", "token_base"), "numbers: C++ has token_base"),
-        ("CHUNK_TOKENS", 32, "chunk_tokens: C++ has 64 where Python has 32"),
+        ("SPAN_TOKENS", 32, "span_tokens: C++ has 64 where Python has 32"),
     ],
 )
 @needs_cpp
@@ -211,7 +265,7 @@ def test_tables_with_other_names_are_not_used(monkeypatch, name, value, told):
     monkeypatch.setattr(tables, "_library", None)
     monkeypatch.setattr(tables, "_why_not", None)
     monkeypatch.setattr(tables, name, value)
-    assert tables.load_ops().name == "numpy"
+    assert tables.load_ops().name == "scalar"
     assert told in tables._why_not
 
 

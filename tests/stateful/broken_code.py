@@ -13,7 +13,7 @@ from vtoken.core.scalar_ops import ScalarOps
 PLACES = {
     "take out of the cache": "vllm.v1.core.block_pool:BlockPool.evict_blocks",
     "has evicted": "vtoken.scheduling.requests:RunningRequests.has_evicted",
-    "how many": "vtoken.scheduling.requests:BudgetedRequest.num_above_budget",
+    "how many": "vtoken.scheduling.select:Selector._above_budget",
     "protect shared": "vtoken.scheduling.prefix:PrefixBlocks.protect",
     "is shared": "vtoken.scheduling.prefix:PrefixBlocks.shared",
     "table operations": "vtoken.vllm_plugin.scheduler:load_ops",
@@ -61,6 +61,15 @@ def _keeps_the_order(stock):
     return place
 
 
+def _asks_for_one_more(stock):
+    def above_budget(self, due):
+        asked = stock(self, due)
+        asked.num_evict = [n + 1 for n in asked.num_evict]
+        return asked
+
+    return above_budget
+
+
 # What it amounts to -> {place: takes what stands there, returns what is put there instead}.
 BROKEN: dict[str, dict[str, Callable]] = {
     "blocks keep their hash": {"take out of the cache": lambda stock: lambda self, block_ids: None},
@@ -75,7 +84,7 @@ BROKEN: dict[str, dict[str, Callable]] = {
     "tables forget a move": IN_PLAIN_PYTHON
     | {"move": lambda stock: lambda self, s, d: stock(self, s[:-1], d[:-1])},
     "rows keep their order": IN_PLAIN_PYTHON | {"place": _keeps_the_order},
-    "evicts one too many": {"how many": lambda stock: lambda self, length: stock(self, length) + 1},
+    "evicts one too many": {"how many": _asks_for_one_more},
     "tables are left": {"forget": lambda stock: lambda self, req_id: None},
 }
 

@@ -12,20 +12,20 @@ import numpy as np
 
 from vtoken.core.budget import Budget
 from vtoken.core.counters import Counters
-from vtoken.core.invariants import check_row, check_step_plan, check_table
+from vtoken.core.invariants import check_block_table, check_step_plan, check_table
 from vtoken.core.messages import StepPlan
 from vtoken.core.ops import Change, LayoutRules, apply_to_block_table
 from vtoken.core.reclaim import blocks_needed
 from vtoken.core.scalar_ops import ScalarOps
 from vtoken.core.table import RequestTable
-from vtoken.scheduling.select import request_view
+from vtoken.scheduling.naming import request_view
 from vtoken.testing.worker_model import WorkerModel, chunk_contents, sample, sum_of
 
 
 class SoloRequest:
     """Attributes:
     live: {logical id: content}, what should be held; kept by the caller's own reckoning.
-    row: the pool's block table; placeholders are 0.
+    block_table: the pool's; placeholders are 0.
     last: what the last step's plan says of the request, None where it says nothing.
     """
 
@@ -41,14 +41,14 @@ class SoloRequest:
         self.change: Change | None = None
         self.worker = WorkerModel(num_blocks + 1, block_size)
         self.free = list(range(num_blocks, 0, -1))
-        self.row: list[int] = []
+        self.block_table: list[int] = []
         self.live: dict[int, int] = {}
         self.tokens = [30 + i % 7 for i in range(400)]
         self.length = self.num_steps = 0
         self.last = None
 
     def sync(self) -> None:
-        self.table.sync_new_tokens(self.row[self.table.num_blocks :], self.length)
+        self.table.sync_new_tokens(self.block_table[self.table.num_blocks :], self.length)
 
     def num_above_budget(self) -> int:
         live = self.length - self.table.num_evicted_tokens - self.num_protected
@@ -92,14 +92,14 @@ class SoloRequest:
         if len(victims):
             self.counters.note_evicted([self.change], len(victims))
         self.counters.dropped_blocks += len(self.change.released)
-        self.free += reversed(apply_to_block_table(self.change, self.row, 0))
+        self.free += reversed(apply_to_block_table(self.change, self.block_table, 0))
 
     def _place(self, n: int) -> StepPlan | None:
         holes = self.rules.moves and n == 1 and len(self.table.holes)
         if self.change is None and not holes:
             return None
         change, self.change = self.change or Change(self.table, self.rules), None
-        plan = self.ops.place([change], [n], lambda e, first: self.row[first:])
+        plan = self.ops.place([change], [n], lambda e, first: self.block_table[first:])
         self.counters.note_placed([change], plan)
         plan = pickle.loads(pickle.dumps(plan))
         wrong = check_step_plan(plan, len(self.worker.kv), set(), self.block_size)
@@ -117,15 +117,15 @@ class SoloRequest:
         else:
             packs = self.change is not None and self.change.packs
             needed = blocks_needed(table, n, packs=packs)
-        grown = [self.free.pop() for _ in range(needed - len(self.row))]
-        self.row += grown
+        grown = [self.free.pop() for _ in range(needed - len(self.block_table))]
+        self.block_table += grown
         return grown
 
     def _work(self, plan, n: int, grown: list[int], fresh: bool) -> None:
         """Hand the step to the worker model; hold what it read against `live`."""
         tokens = self.tokens[: max(self.length + n, 1)]
         new = SimpleNamespace(
-            req_id="r", prompt_token_ids=tokens, block_ids=[self.row], num_computed_tokens=0
+            req_id="r", prompt_token_ids=tokens, block_ids=[self.block_table], num_computed_tokens=0
         )
         cached = SimpleNamespace(
             req_ids=[] if fresh or not n else ["r"], resumed_req_ids=set(), all_token_ids={},
@@ -155,13 +155,13 @@ class SoloRequest:
         """All invariants; every live token in its slot; every block accounted for."""
         self.sync()
         table = self.table
-        wrong = check_table(table) + check_row(table, self.row)
+        wrong = check_table(table) + check_block_table(table, self.block_table)
         assert not wrong, wrong
         ids = table.live_ids()
         assert ids.tolist() == sorted(self.live)
         held = self.worker.kv[table.slots_of(table.index_of[ids])]
         assert held.tolist() == [self.live[int(i)] for i in ids]
-        owned = [b for b in self.row if b]
+        owned = [b for b in self.block_table if b]
         assert sorted(owned + self.free) == list(range(1, self.worker.num_blocks))
 
 
@@ -171,5 +171,5 @@ def _of_one(plan: StepPlan) -> SimpleNamespace:
     return SimpleNamespace(
         num_reclaimed=int(plan.num_reclaimed[0]), new_token_index=int(plan.new_token_index[0]),
         mask_kind=int(plan.mask_kind[0]), move_source=source, move_destination=destination,
-        kept=plan.row_of(0) if plan.rewrites_row[0] else None,
+        kept=plan.kept_of(0) if plan.rewrites_block_table[0] else None,
     )  # fmt: skip

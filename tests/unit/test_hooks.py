@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from vtoken.config import VTokenConfig
 from vtoken.engine.dry import DryEngine, DrySettings
 from vtoken.errors import ConfigError
-from vtoken.scheduling.select import Victims
+from vtoken.scheduling.naming import Victims
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.random_work import finish_all
 
@@ -104,7 +104,7 @@ class TestPrefixCache:
         for b in blocks_of(e, "a"):
             if b.block_hash is not None:
                 # Still a hit: then all its tokens are there, in their order.
-                handle = int(np.flatnonzero(table.row_block_ids() == b.block_id)[0])
+                handle = int(np.flatnonzero(table.block_ids() == b.block_id)[0])
                 ids = table.ids_by_physical_index()[handle * N : handle * N + N]
                 assert (np.diff(ids) == 1).all()
 

@@ -7,11 +7,11 @@ import pytest
 from test_table import evict, table_of
 
 from vtoken.core.invariants import (
+    check_block_table,
     check_conservation,
     check_packed,
     check_pool,
     check_release,
-    check_row,
     check_step_plan,
     check_table,
     check_unique_mapping,
@@ -27,7 +27,7 @@ def holed_table():
 
 def test_a_good_table_passes():
     assert check_table(holed_table()) == []
-    assert check_row(holed_table(), [3, 4, 5, 9]) == []  # blocks may have been added since
+    assert check_block_table(holed_table(), [3, 4, 5, 9]) == []  # blocks may have been added since
 
 
 def _two_ids_in_one_slot(t):
@@ -47,7 +47,7 @@ def _count_off(t):
 
 
 def _block_not_owned(t):
-    t.row[1] = t.row[0]
+    t.block_table[1] = t.block_table[0]
 
 
 def _beyond_the_end(t):
@@ -103,8 +103,8 @@ def test_more_slots_than_blocks():
 
 
 def test_row_must_be_the_head_of_the_pools():
-    assert check_row(holed_table(), [3, 5, 4])
-    assert check_row(holed_table(), [3, 4])
+    assert check_block_table(holed_table(), [3, 5, 4])
+    assert check_block_table(holed_table(), [3, 4])
 
 
 def test_pool_counts_shared_blocks_once():

@@ -47,8 +47,8 @@ def test_round_trip():
     assert plan.new_token_index.tolist() == [-1, 11, -1, -1]
     assert plan.mask_kind.tolist() == [MASK_PACKED, MASK_PACKED, MASK_GIVEN, MASK_KEPT]
     # An empty row is not "no row": every block may have gone.
-    assert plan.rewrites_row.tolist() == [False, True, True, False]
-    assert [plan.row_of(r).tolist() for r in range(4)] == [[], [2, 0], [], []]
+    assert plan.rewrites_block_table.tolist() == [False, True, True, False]
+    assert [plan.kept_of(r).tolist() for r in range(4)] == [[], [2, 0], [], []]
     moves = [tuple(x.tolist() for x in plan.moves_of(r)) for r in range(4)]
     assert moves == [([], []), ([40, 41, 2**33], [8, 9, 10]), ([], []), ([], [])]
     assert plan.mask_of(0).tolist() == []
@@ -116,7 +116,7 @@ def test_a_plan_that_carries_a_check_alone_changes_nothing():
     assert again.check == plan.check and again.req_ids == []
     for name in ("move_source", "move_destination", "fresh_blocks", "report_req_ids"):
         assert len(getattr(again, name)) == 0, name
-    for name in ("row_start", "added_start", "mask_start", "move_start"):
+    for name in ("kept_start", "added_start", "mask_start", "move_start"):
         assert getattr(again, name).tolist() == [0], name
 
 

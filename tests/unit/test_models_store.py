@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from vtoken.errors import ConfigError
 from vtoken.models import store
 
 
@@ -33,6 +34,50 @@ def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert store.cache_dir() == tmp_path / "home" / ".cache" / "vtoken"
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({"VTOKEN_CACHE": "~/vt"}, "HOME/vt"),
+        ({"VTOKEN_CACHE": "here"}, "CWD/here"),
+        ({"VTOKEN_CACHE": "", "XDG_CACHE_HOME": "relative"}, "HOME/.cache/vtoken"),
+        ({"VTOKEN_CACHE": "~nobody-of-this-name/vt"}, None),
+        ({"VTOKEN_CACHE": "", "HOME": None}, None),
+    ],
+)
+def test_where_the_cache_is(monkeypatch, tmp_path, variables, found):
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # no such user
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": "", **variables}.items():
+        if value is None:
+            monkeypatch.delenv(name)
+        else:
+            monkeypatch.setenv(name, value)
+    if found is None:
+        with pytest.raises(ConfigError, match="^VTOKEN_CACHE .*: set it to a folder of your own"):
+            store.cache_dir()
+        return
+    expected = found.replace("HOME", str(tmp_path / "home")).replace("CWD", str(tmp_path))
+    assert str(store.cache_dir()) == expected
+
+
+def test_a_cache_that_cannot_be_made(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VTOKEN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="VTOKEN_CACHE .*file.*: set it .*; (Not a d|File ex)"):
+        store.publish("m", 1, write("x"))
+
+
+@pytest.mark.parametrize("what", ["", "models"])
+def test_models_that_another_user_could_change_are_not_used(cache, what):
+    store.publish("m", 1, write("x"))
+    (cache / what).chmod(0o775)
+    for use in (lambda: store.model_dir("m"), lambda: store.publish("m", 2, write("y"))):
+        with pytest.raises(ConfigError, match="others may write to it"):
+            use()
+    (cache / what).chmod(0o755)
+    assert store.stored_format(store.model_dir("m")) == 1
 
 
 def test_publish_makes_a_complete_readable_folder():

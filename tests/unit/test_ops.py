@@ -24,7 +24,7 @@ from vtoken.policies.base import Policy, RequestView, Rule
 from vtoken.policies.random import Random
 from vtoken.policies.registry import make_policy
 from vtoken.policies.streaming_llm import StreamingLLM
-from vtoken.scheduling.select import draw_ids
+from vtoken.scheduling.naming import draw_ids
 
 compiled_here = load_ops().name == "compiled"
 needs_compiled = pytest.mark.skipif(not compiled_here, reason="no C++ compiler: plain Python alone")
@@ -104,9 +104,9 @@ def assert_same_tables(one: Side, many: Side) -> None:
             assert getattr(a, name) == getattr(b, name), name
         L, B = a.num_computed_tokens, a.num_blocks
         assert np.array_equal(a.index_of[:L], b.index_of[:L])
-        assert np.array_equal(a.row[:B], b.row[:B])
+        assert np.array_equal(a.block_table[:B], b.block_table[:B])
         assert np.array_equal(a.ids_by_physical_index(), b.ids_by_physical_index())
-        assert np.array_equal(a.row_block_ids(), b.row_block_ids())
+        assert np.array_equal(a.block_ids(), b.block_ids())
         assert np.array_equal(a.live_per_block(), b.live_per_block())
         assert not check_table(a) and not check_table(b)
 
@@ -186,7 +186,7 @@ def untouched_full_blocks(table, victims: np.ndarray) -> np.ndarray | None:
     lost = set(table.pos_of[table.index_of[victims] // N].tolist())
     pinned = np.zeros(table.num_blocks, bool)
     for pos in range(table.num_physical_tokens // N):
-        if pos in lost or table.live_in[table.row[pos]] < N:
+        if pos in lost or table.live_in[table.block_table[pos]] < N:
             break
         pinned[pos] = True
     return pinned if pinned.any() else None
@@ -199,8 +199,8 @@ def sorted_by_request(plan):
         source, destination = plan.moves_of(r)
         moves = sorted(zip(source.tolist(), destination.tolist(), strict=True))
         out[req_id] = (
-            int(plan.num_reclaimed[r]), int(plan.new_token_index[r]), bool(plan.rewrites_row[r]),
-            plan.row_of(r).tolist(), int(plan.mask_kind[r]), plan.mask_of(r).tolist(), moves,
+            int(plan.num_reclaimed[r]), int(plan.new_token_index[r]), bool(plan.rewrites_block_table[r]),
+            plan.kept_of(r).tolist(), int(plan.mask_kind[r]), plan.mask_of(r).tolist(), moves,
         )  # fmt: skip
     return out
 
@@ -408,7 +408,9 @@ def test_compiled_code_says_what_is_wrong_and_writes_nothing():
     for ids in ([3, 20], [3, -1], [3, 1 << 40]):
         with pytest.raises(AssertionError, match="r1: evicting a token that is not live"):
             ops.evict(side.changes([0, 1], one, LayoutRules()), np.array(ids), one)
-    with pytest.raises(AssertionError, match="r1: tokens are appended where the row has no"):
+    with pytest.raises(
+        AssertionError, match="r1: tokens are appended where the block table has no"
+    ):
         ops.sync(tables, [[], []], [20, 21])
     with pytest.raises(AssertionError, match="r0: a rank"):
         ops.at_ranks(tables, np.array([20, 0]), one)

@@ -337,7 +337,7 @@ def test_a_tensor_counts_with_all_of_its_storage() -> None:
 @dataclass
 class FakePlan:
     req_ids: list[str]
-    rewrites_row: np.ndarray
+    rewrites_block_table: np.ndarray
     mask_start: np.ndarray
 
 

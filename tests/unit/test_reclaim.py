@@ -66,7 +66,7 @@ class TestPlacePacked:
         table = random_table(seed, spare_blocks=seed % 3)
         needed = -(-(table.num_live_tokens + num_new) // N)
         kept = choose_kept(table.live_per_block(), min(table.num_blocks, needed), None)
-        order = [int(table.row[k]) for k in kept]
+        order = [int(table.block_table[k]) for k in kept]
         index_in = {h * N + o: p * N + o for p, h in enumerate(order) for o in range(N)}
         end = table.num_live_tokens + (num_new == 1)
         placement = place_packed(table, kept, num_new)

@@ -142,9 +142,9 @@ class TestEvictAndPlace:
     def test_a_whole_dead_block_goes_without_a_copy(self):
         solo = SoloRequest(budget(tokens=100))
         solo.step(14)
-        row = list(solo.row)
+        row = list(solo.block_table)
         solo.step(1, victims=[4, 5, 6, 7])
-        assert solo.row == [row[0], row[2], row[3]]
+        assert solo.block_table == [row[0], row[2], row[3]]
         assert solo.counters.moved_tokens == 0 and solo.counters.released_blocks == 0
         assert solo.counters.dropped_blocks == 1 and solo.last.kept.tolist() == [0, 2, 3]
 
@@ -152,7 +152,7 @@ class TestEvictAndPlace:
         solo = SoloRequest(budget(tokens=100))
         solo.step(16)
         solo.step(1, victims=[0, 1, 2, 4, 8, 12])  # 1 + 3 + 3 + 3 live, one block too many
-        assert len(solo.row) == 3 and solo.counters.dropped_blocks == 1
+        assert len(solo.block_table) == 3 and solo.counters.dropped_blocks == 1
         # Its one survivor, and the token beyond the packed end; the new token takes the last hole.
         assert solo.counters.moved_tokens == 2 and solo.counters.reused_slots == 1
         assert solo.counters.relocation_events == 1
@@ -183,12 +183,12 @@ class TestEvictAndPlace:
     def test_pinned_blocks_are_not_written_and_not_released(self, victims):
         solo = SoloRequest(budget(tokens=100))
         solo.step(18)
-        shared = [solo.row[1], solo.row[3]]
+        shared = [solo.block_table[1], solo.block_table[3]]
         before = {b: solo.worker.kv[b * 4 : b * 4 + 4].copy() for b in shared}
         pinned = np.array([False, True, False, True, False])
         victims = [v for v in victims if not 4 <= v < 8]
         solo.step(1, victims=[*victims, 10, 11], pinned=pinned)
-        assert set(shared) <= set(solo.row)
+        assert set(shared) <= set(solo.block_table)
         assert not {int(d) // 4 for d in solo.last.move_destination} & set(shared)
         for b in shared:
             assert np.array_equal(solo.worker.kv[b * 4 : b * 4 + 4], before[b])
@@ -198,7 +198,7 @@ class TestEvictAndPlace:
         solo.step(18)
         pinned = np.array([True, True, True, True, False])
         solo.step(1, victims=[16], pinned=pinned)
-        assert len(solo.row) == 5 and solo.length == 19
+        assert len(solo.block_table) == 5 and solo.length == 19
 
 
 class TestThreshold:
@@ -225,15 +225,15 @@ class TestThreshold:
         solo.step(16)
         solo.step(1, victims=[0, 1, 4, 5, 8, 9, 12, 13])
         assert solo.table.is_packed and solo.last.mask_kind == MASK_PACKED
-        assert solo.counters.moved_tokens and len(solo.row) == 3
+        assert solo.counters.moved_tokens and len(solo.block_table) == 3
 
     def test_pressure_packs_below_it(self):
         solo = self.solo()
         solo.step(16)
         solo.step(1, victims=[0, 4, 8, 9, 12, 13, 14])
-        assert not solo.table.is_packed and len(solo.row) == 4
+        assert not solo.table.is_packed and len(solo.block_table) == 4
         solo.step(1, victims=[], under_pressure=True)
-        assert solo.table.is_packed and len(solo.row) == 3
+        assert solo.table.is_packed and len(solo.block_table) == 3
 
     def test_a_plan_that_frees_nothing_is_not_made(self):
         solo = self.solo(threshold=0.1)
@@ -245,7 +245,7 @@ class TestThreshold:
         solo = self.solo(threshold=0.9)
         solo.step(16)
         solo.step(1, victims=[0, 4, 5, 6, 7])
-        assert len(solo.row) == 3 and solo.counters.dropped_blocks == 1
+        assert len(solo.block_table) == 3 and solo.counters.dropped_blocks == 1
         assert solo.counters.moved_tokens == 0
 
     def test_a_chunk_leaves_holes_alone(self):
@@ -262,7 +262,9 @@ class TestNaive:
         solo = SoloRequest(budget(tokens=12), moves=False)
         solo.step(16)
         solo.step(1, victims=[0, 4, 5, 6, 7])
-        assert solo.row[1] == 0 and len(solo.row) == 5  # a placeholder; indices stay logical
+        assert (
+            solo.block_table[1] == 0 and len(solo.block_table) == 5
+        )  # a placeholder; indices stay logical
         assert solo.last.num_reclaimed == 0 and solo.counters.reused_slots == 0
         assert solo.table.num_physical_tokens == 17
         solo.step(1)
@@ -272,7 +274,7 @@ class TestNaive:
         solo = SoloRequest(budget(tokens=12), moves=False)
         solo.step(14)
         solo.step(1, victims=[12, 13])
-        assert 0 not in solo.row
+        assert 0 not in solo.block_table
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6])

@@ -39,7 +39,7 @@ class TestGrowth:
             held = blocks[: -(-length // N)]
             eager.sync_new_tokens(held[eager.num_blocks :], length)
         lazy.sync_new_tokens(blocks, 18)
-        for name in ("index_of", "id_at", "row", "pos_of", "block_id"):
+        for name in ("index_of", "id_at", "block_table", "pos_of", "block_id"):
             a, b = getattr(eager, name), getattr(lazy, name)
             width = min(len(a), len(b))
             assert np.array_equal(a[:width], b[:width]), name
@@ -59,7 +59,7 @@ class TestGrowth:
         table = table_of(1000, range(1, 251))
         assert not check_table(table)
         assert table.live_ids().tolist() == list(range(1000))
-        assert table.row_block_ids().tolist() == list(range(1, 251))
+        assert table.block_ids().tolist() == list(range(1, 251))
 
 
 class TestEviction:
@@ -148,10 +148,10 @@ class TestRows:
         before = {
             i: int(table.slots_of(table.index_of[np.array([i])])[0]) for i in table.live_ids()
         }
-        gone = table.set_row(np.array([2, 0]))
+        gone = table.set_block_table(np.array([2, 0]))
         table.holes, table.num_physical_tokens = table.holes[:0], 8
         table.forget_handles(gone)
-        assert table.row_block_ids().tolist() == [6, 4]
+        assert table.block_ids().tolist() == [6, 4]
         assert table.ids_by_physical_index().tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
         after = {i: int(table.slots_of(table.index_of[np.array([i])])[0]) for i in table.live_ids()}
         assert after == before  # slots stay where they are
@@ -160,17 +160,17 @@ class TestRows:
     def test_a_handle_is_used_again_with_another_block(self):
         table = table_of(12, [4, 5, 6])
         evict(table, 4, 5, 6, 7)
-        table.forget_handles(table.set_row(np.array([0, 2])))
+        table.forget_handles(table.set_block_table(np.array([0, 2])))
         table.holes, table.num_physical_tokens = table.holes[:0], 8
         table.sync_new_tokens([9], 14)
-        assert table.row_block_ids().tolist() == [4, 6, 9]
+        assert table.block_ids().tolist() == [4, 6, 9]
         assert table.live_ids().tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 12, 13]
         assert table.slots_of(table.index_of[np.array([12, 13])]).tolist() == [36, 37]
         assert len(table.id_at) // N >= 3 and not check_table(table)
 
     def test_a_block_with_live_tokens_cannot_be_forgotten(self):
         table = table_of(8)
-        gone = table.set_row(np.array([0]))
+        gone = table.set_block_table(np.array([0]))
         with pytest.raises(AssertionError, match="live tokens"):
             table.forget_handles(gone)
 

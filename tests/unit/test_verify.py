@@ -216,7 +216,9 @@ def test_a_report_says_who_where_and_how_to_run_it_again(tmp_path) -> None:
     report = load_report(path)
     assert (report["invariant"], report["request"], report["step"]) == ("I1", "a", 7)
     assert report["ids"] == [4] and report["slots"] == DESTINATION.tolist()
-    assert report["plan"]["move_source"] == SOURCE.tolist() and report["plan"]["row_kept"] == [1, 0]
+    assert report["plan"]["move_source"] == SOURCE.tolist() and report["plan"][
+        "kept_positions"
+    ] == [1, 0]
     assert report["operations"][0]["kind"] == "move"
     assert report["replay"]["requests"] == [
         {"step": 3, "req_id": "a", "prompt_token_ids": [1, 2], "max_tokens": 5}

@@ -164,7 +164,7 @@ def test_bounds_can_be_lifted(tmp_path):
     ("text", "line", "allowed"),
     [
         ('[\n{"conversations": []},\nnonsense\n]', 3, "a JSON list of objects"),
-        ('[\n{"conversations": []},\n\n 5\n]', 4, "not of a number"),
+        ('[\n{"conversations": []},\n\n 5\n]', 4, "not a number"),
         ('{"conversations": []}\n{"conversations": ', 2, "one JSON object per line"),
         ('{"conversations": []}\n[1]', 2, "not a list"),
         ('[\n\n{"conversations": 3}]', 3, 'a "conversations" list'),

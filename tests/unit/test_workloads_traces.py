@@ -80,8 +80,10 @@ def test_mooncake(tmp_path):
         (load_azure, "", 1, "missing among nothing"),
         (load_azure, AZURE + "2023-11-16 18:17:04.03,1,1\n", 5, "rows sorted by time"),
         (load_azure, AZURE + "yesterday,1,1\n", 5, "a date and time"),
-        (load_azure, AZURE + "2023-11-16 18:17:05,0,1\n", 5, "prompt tokens of at least 1"),
-        (load_azure, AZURE + "2023-11-16 18:17:05,1,-3\n", 5, "output tokens of at least 1"),
+        (load_azure, AZURE + "2023-11-16 18:17:05,1.5,1\n", 5, "a whole number of prompt tokens"),
+        (load_azure, AZURE + "2023-11-16 18:17:05,1,-3\n", 5, "a whole number of output tokens"),
+        (load_azure, AZURE + "2023-11-16 18:17:05,1," + "9" * 5000, 5, "output tokens, not '999"),
+        (load_azure, AZURE + "x" * 200_000 + ",1,1\n", 5, "field larger than field limit"),
         (load_azure, AZURE + "2023-11-16 18:17:05,1\n", 5, "3 columns, found 2"),
         (load_servegen, SERVEGEN + "1.9,1,1,0\n", 4, "this is 0.1 s back"),
         (load_servegen, "timestamp_s,input_tokens,output_tokens\n-1,2,3\n", 2, "not -1 s"),
@@ -92,8 +94,12 @@ def test_mooncake(tmp_path):
         (load_mooncake, MOONCAKE + '{"timestamp": 1}\n', 3, "hash_ids missing"),
         (load_mooncake, MOONCAKE.replace("1500", "-5"), 2, "at least 0"),
         (load_mooncake, MOONCAKE.replace('"timestamp": 0', '"timestamp": 2000'), 2, "sorted"),
-        (load_mooncake, MOONCAKE.replace("1500", '"soon"'), 2, "milliseconds"),
-        (load_mooncake, MOONCAKE.replace("513", "512"), 2, "1 for 512 tokens, found 2"),
+        (load_mooncake, MOONCAKE.replace("1500", '"soon"'), 2, "a number in timestamp (ms)"),
+        (load_mooncake, MOONCAKE.replace("1500", "1" + "0" * 400), 2, "a number in timestamp (ms)"),
+        (load_mooncake, MOONCAKE.replace("1500", "Infinity"), 2, "a number in timestamp (ms)"),
+        (load_mooncake, MOONCAKE.replace("1500", "9" * 5000), 2, "per line (Exceeds the limit"),
+        (load_mooncake, MOONCAKE.replace("1500", "[" * 100_000), 2, "nested too deep"),
+        (load_mooncake, MOONCAKE.replace("513", "512"), 2, "1 for 512 tokens, found 2 (--hash-bl"),
         (load_mooncake, MOONCAKE.replace("[0, 2]", "[0, -2]"), 2, "hash_ids, a list"),
         (load_mooncake, MOONCAKE.replace("513", "true"), 2, "prompt tokens"),
     ],
@@ -111,6 +117,96 @@ def test_trace_without_rows(tmp_path):
     for loader, text in [(load_azure, AZURE.split("\n")[0]), (load_mooncake, "\n")]:
         with pytest.raises(ConfigError, match="usable rows .0 rows"):
             loader(put(tmp_path, "e", text))
+
+
+def test_rows_without_tokens_are_left_out_and_counted(tmp_path, caplog):
+    text = AZURE + "2023-11-16 18:17:05,0,1\n2023-11-16 18:17:06,7,0\n2023-11-16 18:17:07,8,9\n"
+    requests = load_azure(put(tmp_path, "a.csv", text))
+    assert [(r.prompt_len, r.output_len) for r in requests[3:]] == [(8, 9)]
+    assert "a.csv: left out 2 rows without prompt or output tokens" in caplog.text
+    with pytest.raises(ConfigError, match="usable rows .1 rows: 1 with no prompt or output"):
+        load_azure(put(tmp_path, "b.csv", "\n".join([AZURE.split("\n")[0], text.split("\n")[4]])))
+
+
+def test_a_quoted_header(tmp_path):
+    header, rest = AZURE.split("\n", 1)
+    quoted = ",".join(f'"{name}"' for name in header.split(",")) + "\n" + rest
+    path = put(tmp_path, "q.csv", quoted)
+    assert detect_format(path) == "azure" and len(load_workload(path)) == 3
+
+
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45.5,GPT-4,1087,230,1317,API log
+118,GPT-4,417,0,417,API log
+"""
+
+
+def test_burstgpt(tmp_path):
+    path = put(tmp_path, "b.csv", BURSTGPT)
+    assert detect_format(path) == "burstgpt"
+    assert [(r.arrival_s, r.prompt_len, r.output_len) for r in load_workload(path)] == [
+        (0.0, 472, 18), (40.5, 1087, 230),
+    ]  # fmt: skip
+
+
+BAILIAN = """{"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 33, \
+"output_length": 5, "type": "text", "turn": 1, "hash_ids": [10, 11, 12]}
+{"chat_id": 2, "parent_chat_id": 1, "timestamp": 62.614, "input_length": 48, \
+"output_length": 6, "type": "text", "turn": 2, "hash_ids": [10, 13, 12]}
+"""
+
+
+def test_alibabas_traces_are_in_seconds_and_blocks_of_16(tmp_path):
+    path = put(tmp_path, "q.jsonl", BAILIAN)
+    first, second = load_workload(path)
+    assert second.arrival_s == pytest.approx(1.5)
+    assert first.prefix_block_tokens == second.prefix_block_tokens == 16
+    # The third blocks hold the same text, but what comes before differs.
+    assert first.prefix_hash_ids[0] == second.prefix_hash_ids[0]
+    assert not set(first.prefix_hash_ids[1:]) & set(second.prefix_hash_ids[1:])
+
+
+def test_the_user_says_what_an_id_stands_for(tmp_path):
+    path = put(tmp_path, "m.jsonl", MOONCAKE)
+    requests = load_workload(path, hash_block_tokens=300, time_unit="us", num=1)
+    assert requests[0].prefix_block_tokens == 300
+    path = put(tmp_path, "n.jsonl", MOONCAKE.replace("513", "600"))
+    assert load_workload(path, time_unit="us")[1].arrival_s == pytest.approx(0.0015)
+    with pytest.raises(ConfigError, match="--time-unit 'h': one of ms, s, us"):
+        load_mooncake(path, time_unit="h")
+    with pytest.raises(ConfigError, match="--hash-block-tokens 0: a whole number, 1 or more"):
+        load_mooncake(path, hash_block_tokens=0)
+    with pytest.raises(ConfigError, match="--time-unit 's': a trace with prefix hashes"):
+        load_workload(put(tmp_path, "a.csv", AZURE), time_unit="s")
+
+
+@pytest.mark.parametrize("other", [7 + 2**63, 7 + 2**64, 2**200])
+def test_large_hashes_stay_different(tmp_path, other):
+    path = put(tmp_path, "m.jsonl", MOONCAKE.replace("[0, 1]", "[7, 1]").replace(
+        "[0, 2]", f"[{other}, 1]"))  # fmt: skip
+    a, b = load_workload(path)
+    assert not set(a.prefix_hash_ids) & set(b.prefix_hash_ids)
+    a, b = (trace_token_ids(r, vocab_size=2**31) for r in (a, b))
+    assert (a[:513] == b[:513]).mean() < 0.01
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_another_encoding_names_the_file(tmp_path, encoding):
+    path = tmp_path / "a.csv"
+    path.write_bytes((AZURE + "caf\u00e9").encode(encoding))
+    with pytest.raises(ConfigError, match=r"a.csv:\d+': UTF-8 text, but this line"):
+        load_workload(path)
+
+
+@pytest.mark.parametrize("form", ["{}\n", "[{}]"])
+def test_half_a_character_names_the_line(tmp_path, form):
+    row = '{"prompt": "half \\ud83d"}'
+    path = put(tmp_path, "p.jsonl", form.format(row))
+    with pytest.raises(ConfigError, match=r"p.jsonl:1': text in Unicode, but '.ud83d' is half"):
+        detect_format(path)
+    put(tmp_path, "p.jsonl", form.format(row.replace("ud83d", "ud83d\\ude00")))
+    assert detect_format(path) == "prompts"
 
 
 def lengths_only(prompt_len: int, hashes: tuple[int, ...] = ()) -> WorkloadRequest:

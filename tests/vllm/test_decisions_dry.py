@@ -226,15 +226,14 @@ def test_a_chunk_is_cut_by_the_smallest_limit():
     assert [e.num_new_tokens for e in engine.trace] == [7, 7, 20, 20, 20, 20, 6, 1]
 
 
-def test_files_are_for_one_scheduler():
-    fake = SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
-    )
-    config = VTokenConfig(record_decisions="x", policy="random")
+def test_files_are_for_one_scheduler(tmp_path):
+    config = VTokenConfig(record_decisions=str(tmp_path / "x"), policy="random")
+    budget, of = config.make_budget(16), {"model": "m", "block_size": 16}
     with pytest.raises(ConfigError, match="--data-parallel-size 2"):
-        RunLog.open(config, config.make_budget(16), fake)
-    assert RunLog.open(VTokenConfig(policy="random"), config.make_budget(16), fake) is None
-    assert RunLog.open(config, None, fake) is None
+        RunLog.open(config, budget, num_engines=2, **of)
+    assert RunLog.open(config, budget, **of) is not None
+    assert RunLog.open(VTokenConfig(policy="random"), budget, num_engines=2, **of) is None
+    assert RunLog.open(config, None, num_engines=2, **of) is None
 
 
 class FreshBlocks:

@@ -78,7 +78,7 @@ from test_scores_kernels import _config
 for policy, threshold in {cases}:
     engine = engine_for(_config(policy, threshold))
     attention = engine.runner.vtoken_attention
-    assert (attention.kernels.name, engine.hooks.requests.tables.arena.ops.name) == ("torch", "numpy")
+    assert (attention.kernels.name, engine.hooks.evictor.ops.name) == ("torch", "scalar")
     done = run(engine, prompts(2), max_tokens=20)
     sets = {{name: list(live_sets(e).values()) for name, e in traces(engine).items()}}
     print("found", json.dumps([[f.output_token_ids for f in done], sets]))
@@ -86,7 +86,7 @@ for policy, threshold in {cases}:
 
 
 def test_without_a_compiler_an_engine_gives_the_same(tmp_path):
-    """A process that finds none: stock attention, torch scores, numpy tables, one line of log."""
+    """A process that finds none: stock attention, torch scores, tables in plain Python, one line of log."""
     _need("cpp")
     cases = [("h2o", 0.0), ("random", 0.5)]
     environment = os.environ | {

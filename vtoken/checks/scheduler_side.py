@@ -39,7 +39,7 @@ class _Snapshot:
     def surviving_slots(self, block_size: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32[M], slots int64[M]) of the live tokens, less the victims."""
         physical = np.flatnonzero((self.ids >= 0) & ~np.isin(self.ids, self.victims))
-        row = self.row.astype(np.int64)
+        row = self.block_table.astype(np.int64)
         return self.ids[physical], row[physical // block_size] * block_size + physical % block_size
 
 
@@ -68,7 +68,7 @@ class SchedulerChecker(Checker):
             return
         self._num_seen += 1
         if self._num_seen % self.every == 0:
-            ids, row = state.table.ids_by_physical_index(), state.table.row_block_ids()
+            ids, row = state.table.ids_by_physical_index(), state.table.block_ids()
             self._snapshots[req_id] = _Snapshot(state, victims, ids.copy(), row.copy())
 
     def after_plan(self, plan: StepPlan | None, scheduler_output) -> CheckPlan | None:
@@ -142,7 +142,9 @@ class SchedulerChecker(Checker):
         first_id = self.step.scheduler.requests[req_id].num_computed_tokens
         snapshot.state.sync(first_id + n)
         block_ids = [b.block_id for b in snapshot.state.blocks]
-        wrong = invariants.check_unique_mapping(table) + invariants.check_row(table, block_ids)
+        wrong = invariants.check_unique_mapping(table) + invariants.check_block_table(
+            table, block_ids
+        )
         self._require("I2.table", wrong + invariants.check_packed(table), req_id, plan)
         self._check_ids(req_id, snapshot, first_id, n, plan)
         moves = (NO_SLOTS, NO_SLOTS)
@@ -151,7 +153,7 @@ class SchedulerChecker(Checker):
         self._check_moves(req_id, snapshot, moves, plan)
         wrong = invariants.check_conservation(table)
         self._require("conservation.request", wrong, req_id, plan)
-        released = np.setdiff1d(snapshot.row, [*block_ids, 0])
+        released = np.setdiff1d(snapshot.block_table, [*block_ids, 0])
         relocates = bool(len(moves[0]) or len(released))
         if relocates:
             for name in ("I2", "I4", "conservation"):
@@ -214,9 +216,9 @@ class SchedulerChecker(Checker):
                 wrong.append(f"{c.req_id}: a new token is written into a shared block")
             if step.config.fragmentation_threshold > 0.0 and c.req_id in plan.req_ids:
                 r = plan.req_ids.index(c.req_id)
-                if plan.rewrites_row[r]:
+                if plan.rewrites_block_table[r]:
                     before, num_moves = cdiv(len(c.ids_before), N), len(plan.moves_of(r)[0])
-                    wrong += invariants.check_release(before, len(plan.row_of(r)), num_moves)
+                    wrong += invariants.check_release(before, len(plan.kept_of(r)), num_moves)
         self._require("I4.plan", wrong, checks[0].req_id, plan)
 
     def _check_pool(self) -> None:

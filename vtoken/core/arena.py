@@ -1,8 +1,8 @@
 """One set of flat arrays for the tables of many requests.
 
 Legend: N block size (tokens). Every table has a region in the arrays over logical ids and one in
-the arrays over blocks; `id_at` has N entries for each of the latter, `live_in_chunk` one for
-CHUNK_TOKENS of the former. Regions are an eighth longer than was needed when they were taken; one
+the arrays over blocks; `id_at` has N entries for each of the latter, `live_in_span` one for
+SPAN_TOKENS of the former. Regions are an eighth longer than was needed when they were taken; one
 that a table has outgrown, or that a finished request leaves, is given out again. (A doubling would
 be simpler, and take up to 18 bytes a token.) A table's counts are a row of `numbers`.
 
@@ -20,12 +20,12 @@ import numpy as np
 from vtoken.units import cdiv
 
 FIRST_TOKENS, FIRST_BLOCKS, FIRST_ROWS = 256, 8, 16
-CHUNK_TOKENS = 64  # regions over logical ids begin and end at whole multiples of it
-CHUNK_BLOCKS = 8  # the same over blocks
-TOKEN_ARRAYS = ("index_of", "live_in_chunk")
-BLOCK_ARRAYS = ("row", "pos_of", "block_id", "live_in", "free_handle", "id_at")
+SPAN_TOKENS = 64  # regions over logical ids begin and end at whole multiples of it
+SPAN_BLOCKS = 8  # the same over blocks
+TOKEN_ARRAYS = ("index_of", "live_in_span")
+BLOCK_ARRAYS = ("block_table", "pos_of", "block_id", "live_in", "free_handle", "id_at")
 ARRAYS = (*TOKEN_ARRAYS, *BLOCK_ARRAYS)
-_EMPTY = {"live_in": 0, "live_in_chunk": 0}  # others: -1
+_EMPTY = {"live_in": 0, "live_in_span": 0}  # others: -1
 
 # Columns of `Arena.numbers`; the C++ struct Numbers has the same order.
 NUMBERS = (
@@ -105,16 +105,16 @@ class RegionUser(Protocol):
 
 class Arena:
     """Attributes:
-    index_of, live_in_chunk: int32 over logical ids, and over chunks of them.
-    row, pos_of, block_id, live_in, free_handle: int32 over blocks; id_at: int32 over slots. See
+    index_of, live_in_span: int32 over logical ids, and over chunks of them.
+    block_table, pos_of, block_id, live_in, free_handle: int32 over blocks; id_at: int32 over slots. See
         vtoken.core.table for what they hold.
     numbers: int64[rows, len(NUMBERS)], C order.
     version: changes whenever one of the arrays is replaced by a longer one.
     """
 
     index_of: np.ndarray
-    live_in_chunk: np.ndarray
-    row: np.ndarray
+    live_in_span: np.ndarray
+    block_table: np.ndarray
     pos_of: np.ndarray
     block_id: np.ndarray
     live_in: np.ndarray
@@ -150,14 +150,14 @@ class Arena:
 
     def grow_tokens(self, table: RegionUser, num_tokens: int) -> None:
         """Give a table a region for at least this many logical ids."""
-        old, size = table.token_room, _region_size(num_tokens, CHUNK_TOKENS)
+        old, size = table.token_room, _region_size(num_tokens, SPAN_TOKENS)
         base = self._grow(self._tokens, TOKEN_ARRAYS, table.token_base, old, size)
         table.numbers[COLUMN["token_base"]] = base
         self._look(table, size, table.block_room)
 
     def grow_blocks(self, table: RegionUser, num_blocks: int) -> None:
         """Give a table a region for at least this many blocks."""
-        old, size = table.block_room, _region_size(num_blocks, CHUNK_BLOCKS)
+        old, size = table.block_room, _region_size(num_blocks, SPAN_BLOCKS)
         base = self._grow(self._blocks, BLOCK_ARRAYS, table.block_base, old, size)
         table.numbers[COLUMN["block_base"]] = base
         self._look(table, table.token_room, size)
@@ -180,8 +180,8 @@ class Arena:
         """The part of an array that belongs to a region."""
         if name == "id_at":
             return slice(start * self.block_size, (start + size) * self.block_size)
-        if name == "live_in_chunk":
-            return slice(start // CHUNK_TOKENS, (start + size) // CHUNK_TOKENS)
+        if name == "live_in_span":
+            return slice(start // SPAN_TOKENS, (start + size) // SPAN_TOKENS)
         return slice(start, start + size)
 
     def _take(self, regions: _Regions, names: tuple[str, ...], size: int) -> int:

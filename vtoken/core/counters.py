@@ -19,7 +19,8 @@ class Counters:
     `dropped_blocks` are references given up; `released_blocks` of them went back to the pool
     (a shared block that others still use does not). `copies` are evictions that copied survivors
     out of shared or cached blocks, into `copied_blocks` new ones; `copies_declined` those where
-    it would have taken more than it released.
+    it would have taken more than it released. `wrong_victims` are answers of a policy that could
+    not be carried out: the oldest tokens went instead.
     """
 
     evicted_tokens: int = 0
@@ -35,6 +36,7 @@ class Counters:
     copied_blocks: int = 0
     repacking_moves: int = 0
     preemptions: int = 0
+    wrong_victims: int = 0
     hook_calls: int = 0
     plan_s: float = 0.0
     finalize_s: float = 0.0

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from vtoken.core.arena import CHUNK_TOKENS
+from vtoken.core.arena import SPAN_TOKENS
 from vtoken.core.messages import StepPlan
 from vtoken.core.table import RequestTable
 from vtoken.units import cdiv
@@ -33,27 +33,27 @@ def check_unique_mapping(table: RequestTable) -> list[str]:
         wrong.append(f"{who}: two live tokens share a slot")
     if not np.array_equal(table.id_at[local], ids):
         wrong.append(f"{who}: slot and token disagree about each other")
-    chunks = np.bincount(ids // CHUNK_TOKENS, minlength=len(table.live_in_chunk))
-    if not np.array_equal(chunks, table.live_in_chunk):
+    chunks = np.bincount(ids // SPAN_TOKENS, minlength=len(table.live_in_span))
+    if not np.array_equal(chunks, table.live_in_span):
         wrong.append(f"{who}: a chunk of ids has another number of live ones than is counted")
     owned = np.zeros(len(table.pos_of), bool)
-    owned[table.row[: table.num_blocks]] = True
+    owned[table.block_table[: table.num_blocks]] = True
     if not owned[local // table.block_size].all():
         wrong.append(f"{who}: a live token is in a block the request does not own")
     elif len(ids) and int(table.physical_of(local).max()) >= table.num_physical_tokens:
         wrong.append(f"{who}: a live token lies beyond the physical length")
     resident = table.ids_by_physical_index()
     if int((resident >= 0).sum()) != len(ids):
-        wrong.append(f"{who}: the row holds a token that is not live")
+        wrong.append(f"{who}: the block table holds a token that is not live")
     return wrong
 
 
 def check_conservation(table: RequestTable, null_block: int = 0) -> list[str]:
     """live + holes + tail == owned blocks * block size; blocks that are placeholders left out."""
-    row = table.row[: table.num_blocks]
-    is_null = table.block_id[row] == null_block
+    handles = table.block_table[: table.num_blocks]
+    is_null = table.block_id[handles] == null_block
     owned_slots = int((~is_null).sum()) * table.block_size
-    live = int(table.live_in[row].sum())
+    live = int(table.live_in[handles].sum())
     tail = table.num_blocks * table.block_size - table.num_physical_tokens
     holes = len(table.holes)
     if live + holes + tail != owned_slots:
@@ -62,12 +62,12 @@ def check_conservation(table: RequestTable, null_block: int = 0) -> list[str]:
     return []
 
 
-def check_row(table: RequestTable, block_ids: Sequence[int]) -> list[str]:
-    """The table's row is the head of the pool's row for this request."""
-    mine = table.row_block_ids()
+def check_block_table(table: RequestTable, block_ids: Sequence[int]) -> list[str]:
+    """The table's blocks are the head of the pool's block table for this request."""
+    mine = table.block_ids()
     theirs = np.asarray(block_ids[: len(mine)], np.int32)
     if not np.array_equal(mine, theirs):
-        return [f"{table.req_id}: table row {mine.tolist()} is not the pool's {theirs.tolist()}"]
+        return [f"{table.req_id}: table has blocks {mine.tolist()}, the pool {theirs.tolist()}"]
     return []
 
 

@@ -38,11 +38,11 @@ class StepPlan:
         num_reclaimed: int32[R], logical minus physical length, valid from this step on.
         new_token_index: int32[R], physical index of this step's single new token, -1 for the
             packed end.
-        rewrites_row: bool[R]; row_kept[row_start[r]:row_start[r+1]]: int32, row positions that
-            stay, in new order, before this step's new blocks are appended. Positions, not ids:
+        rewrites_block_table: bool[R]; kept_positions[kept_start[r]:kept_start[r+1]]: int32,
+            positions that stay, in new order, before this step's new blocks are appended. Positions, not ids:
             a freed id can come back in this same step.
-        row_added[added_start[r]:added_start[r+1]]: int32, block ids put at the end of the row
-            before `row_kept` chooses from it: private blocks for tokens copied out of shared ones.
+        added_blocks[added_start[r]:added_start[r+1]]: int32, block ids put at the end
+            before `kept_positions` chooses from it: private blocks for tokens copied out of shared ones.
         mask_kind: uint8[R]; mask_bits[mask_start[r]:mask_start[r+1]]: packed little-endian bits,
             one per physical index, set where live; bits past the end are set: growth is live.
         move_source, move_destination: int64[M], vLLM slots; move_start: int32[R+1].
@@ -56,11 +56,11 @@ class StepPlan:
     req_ids: list[str]
     num_reclaimed: np.ndarray
     new_token_index: np.ndarray
-    rewrites_row: np.ndarray
-    row_start: np.ndarray
-    row_kept: np.ndarray
+    rewrites_block_table: np.ndarray
+    kept_start: np.ndarray
+    kept_positions: np.ndarray
     added_start: np.ndarray
-    row_added: np.ndarray
+    added_blocks: np.ndarray
     mask_kind: np.ndarray
     mask_start: np.ndarray
     mask_bits: np.ndarray
@@ -79,11 +79,11 @@ class StepPlan:
             self.req_ids or self.report_req_ids or len(self.fresh_blocks) or self.check is not None
         )
 
-    def row_of(self, r: int) -> np.ndarray:
-        return self.row_kept[self.row_start[r] : self.row_start[r + 1]]
+    def kept_of(self, r: int) -> np.ndarray:
+        return self.kept_positions[self.kept_start[r] : self.kept_start[r + 1]]
 
     def added_of(self, r: int) -> np.ndarray:
-        return self.row_added[self.added_start[r] : self.added_start[r + 1]]
+        return self.added_blocks[self.added_start[r] : self.added_start[r + 1]]
 
     def mask_of(self, r: int) -> np.ndarray:
         """bool[physical length rounded up to 8], the live mask of request r."""
@@ -116,10 +116,10 @@ class Layout:
 
 def plan_of_layouts(layouts: Sequence[Layout]) -> StepPlan:
     """Flatten entries, in their order."""
-    row_start, row_kept = _ragged(
+    kept_start, kept_positions = _ragged(
         [_NO_INTS if x.kept is None else x.kept for x in layouts], np.int32
     )
-    added_start, row_added = _ragged([np.array(x.added, np.int32) for x in layouts], np.int32)
+    added_start, added_blocks = _ragged([np.array(x.added, np.int32) for x in layouts], np.int32)
     mask_start, mask_bits = _ragged([_bits(x.mask) for x in layouts], np.uint8)
     move_start, move_source = _ragged([x.move_source for x in layouts], np.int64)
     _, move_destination = _ragged([x.move_destination for x in layouts], np.int64)
@@ -127,11 +127,11 @@ def plan_of_layouts(layouts: Sequence[Layout]) -> StepPlan:
         req_ids=[x.req_id for x in layouts],
         num_reclaimed=np.array([x.num_reclaimed for x in layouts], np.int32),
         new_token_index=np.array([x.new_token_index for x in layouts], np.int32),
-        rewrites_row=np.array([x.kept is not None for x in layouts], bool),
-        row_start=row_start,
-        row_kept=row_kept,
+        rewrites_block_table=np.array([x.kept is not None for x in layouts], bool),
+        kept_start=kept_start,
+        kept_positions=kept_positions,
         added_start=added_start,
-        row_added=row_added,
+        added_blocks=added_blocks,
         mask_kind=np.array([x.mask_kind for x in layouts], np.uint8),
         mask_start=mask_start,
         mask_bits=mask_bits,
@@ -146,9 +146,9 @@ def plan_of_packed(
     req_ids: list[str],
     num_reclaimed: np.ndarray,
     new_token_index: np.ndarray,
-    rewrites_row: np.ndarray,
-    row_start: np.ndarray,
-    row_kept: np.ndarray,
+    rewrites_block_table: np.ndarray,
+    kept_start: np.ndarray,
+    kept_positions: np.ndarray,
     move_start: np.ndarray,
     move_source: np.ndarray,
     move_destination: np.ndarray,
@@ -156,7 +156,7 @@ def plan_of_packed(
     """A plan of requests that are all packed and share no block; arrays as in StepPlan."""
     nothing, packed = _constants(len(req_ids))
     return StepPlan(
-        req_ids, num_reclaimed, new_token_index, rewrites_row, row_start, row_kept,
+        req_ids, num_reclaimed, new_token_index, rewrites_block_table, kept_start, kept_positions,
         nothing, _NO_INTS, packed, nothing, _NO_BITS, move_start, move_source, move_destination,
     )  # fmt: skip
 

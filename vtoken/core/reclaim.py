@@ -1,12 +1,12 @@
 """Which blocks to keep and which tokens to move: decisions only, nothing is changed here.
 
-Shape legend: B blocks in a row, N block size (tokens), T tokens.
+Shape legend: B blocks in a block table, N block size (tokens), T tokens.
 
-A packed row after an eviction (N = 4, x dead, three blocks are enough for 9 live + 1 new):
+A packed block table after an eviction (N = 4, x dead, three blocks are enough for 9 live + 1 new):
 
-    row      [ a x x b ] [ c d x x ] [ e f g h ] [ i . . . ]
+    before   [ a x x b ] [ c d x x ] [ e f g h ] [ i . . . ]
     kept      0 (2 live)              2 (4 live)   ... the fullest blocks, fewest tokens move
-    new row  [ e f g h ] [ a . . b ] [ i ...     the emptiest kept block goes last
+    after    [ e f g h ] [ a . . b ] [ i ...     the emptiest kept block goes last
     moves    live tokens of released blocks, and those beyond the packed end, fill the holes
 """
 
@@ -21,16 +21,16 @@ from vtoken.units import cdiv
 
 
 def choose_kept(live_per_block: np.ndarray, num_keep: int, pinned: np.ndarray | None) -> np.ndarray:
-    """Choose the blocks of a row to keep so that the fewest tokens move.
+    """Choose the blocks to keep so that the fewest tokens move.
 
     Args:
         live_per_block: int[B], live tokens in each block.
         num_keep: how many blocks to keep; at least the number of pinned ones.
         pinned: bool[B] or None, shared blocks: always kept, never last (the last block of a
-            packed row is the one that gets written).
+            packed block table is the one that gets written).
 
     Returns:
-        int32[num_keep], kept row positions in new row order: pinned ones first (nothing may be
+        int32[num_keep], kept positions in new order: pinned ones first (nothing may be
         placed in or moved out of them), then ascending, the emptiest last.
     """
     B, top = len(live_per_block), int(live_per_block.max(initial=0)) + 1
@@ -44,7 +44,7 @@ def choose_kept(live_per_block: np.ndarray, num_keep: int, pinned: np.ndarray | 
     if pinned is not None:
         kept = np.concatenate([kept[pinned[kept]], kept[~pinned[kept]]])
     if len(kept) > 1:
-        # Equally empty: the one at the end stays there, so that an untouched row keeps its order.
+        # Equally empty: the one at the end stays there, so that an untouched block table keeps its order.
         emptiness = live_per_block[kept].astype(np.int64) * B - np.arange(len(kept))
         if pinned is not None:
             emptiness += pinned[kept] * (top * B)
@@ -75,15 +75,15 @@ def place_packed(table: RequestTable, kept: np.ndarray, num_new_tokens: int) -> 
     """Fill every hole below the packed end, with the new token if there is one, else by moves.
 
     Args:
-        table: before its row is rewritten.
-        kept: row positions that stay, in new row order (then blocks allocated in this step).
+        table: before its block table is rewritten.
+        kept: positions that stay, in new order (then blocks allocated in this step).
         num_new_tokens: tokens scheduled in this step. One token takes a hole and costs no copy.
             More are appended behind all live tokens: causal order inside the chunk needs it.
 
     Cost: O(holes + B + N), never O(T).
     """
     N = table.block_size
-    old_handles = table.row[: table.num_blocks]
+    old_handles = table.block_table[: table.num_blocks]
     handles = old_handles[kept]
     new_pos = np.full(len(table.pos_of), -1, np.int32)
     new_pos[handles] = np.arange(len(handles), dtype=np.int32)
@@ -92,7 +92,7 @@ def place_packed(table: RequestTable, kept: np.ndarray, num_new_tokens: int) -> 
     end = table.num_live_tokens + takes_hole  # the packed end
     in_row = min(end, len(handles) * N)
 
-    # Dead slots inside kept blocks: holes, and the unused tail of the old row.
+    # Dead slots inside kept blocks: holes, and the unused tail of the old block table.
     tail = np.arange(table.num_physical_tokens, table.num_blocks * N, dtype=np.int32)
     dead = np.concatenate([table.holes, table.local_of(tail)])
     dead_pos = new_pos[dead // N]

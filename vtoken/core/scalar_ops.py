@@ -154,12 +154,12 @@ def _release_dead_in_place(change: Change) -> None:
     """`naive`: fully dead blocks go, and leave a placeholder."""
     table = change.table
     full = table.num_physical_tokens // table.block_size
-    handles = table.row[:full]
+    handles = table.block_table[:full]
     dead = (table.live_in[handles] == 0) & (table.block_id[handles] != NULL_BLOCK)
     released = np.flatnonzero(dead)
     if len(released):
-        table.block_id[table.row[released]] = NULL_BLOCK
-        gone = np.isin(table.holes // table.block_size, table.row[released])
+        table.block_id[table.block_table[released]] = NULL_BLOCK
+        gone = np.isin(table.holes // table.block_size, table.block_table[released])
         table.holes = table.holes[~gone]
     change.has_evicted, change.keeps_placeholders = True, True
     change.released = released.tolist()
@@ -211,7 +211,7 @@ def _drop_dead(table: RequestTable, kept: np.ndarray) -> None:
     below = kept[kept < used]
     tail_slots = table.num_physical_tokens - (used - 1) * N
     tail_kept = len(below) > 0 and int(below[-1]) == used - 1
-    gone = table.set_row(kept)
+    gone = table.set_block_table(kept)
     table.holes = table.holes[table.pos_of[table.holes // N] >= 0]
     table.forget_handles(gone)
     full = len(below) - tail_kept
@@ -256,7 +256,7 @@ def _pack(change: Change, num_new: int, layout: Layout) -> int:
         layout.move_source = table.slots_of(placement.source)
         layout.move_destination = table.slots_of(placement.destination)
         table.apply_moves(placement.source, placement.destination)
-    table.forget_handles(table.set_row(kept))
+    table.forget_handles(table.set_block_table(kept))
     table.holes = NO_SLOTS
     table.num_physical_tokens = table.num_live_tokens
     if placement.reused < 0:

@@ -4,11 +4,12 @@ Shape legend: T tokens, B blocks of a request, N block size (tokens).
 
     logical id ----index_of----> local slot  = handle * N + offset       (-1: dead)
     local slot ----id_at-------> logical id                              (-1: hole or never used)
-    row[i]     = handle of the i-th block of vLLM's row;  pos_of[handle] = i  (-1: not owned)
+    block_table[i]             = handle of the i-th block of vLLM's block table
+    pos_of[handle]             = i                                 (-1: not owned)
     block_id[handle]           = vLLM's block id
 
     physical index p of a token = pos_of[handle] * N + offset: what attention and vLLM's slot
-    mapping count in. It changes when a block leaves the row; a local slot does not, so releasing
+    mapping count in. It changes when a block leaves the table; a local slot does not, so releasing
     a block costs O(B) and never O(T).
 
 Steady growth costs nothing: tokens appended at the tail are registered lazily, when someone next
@@ -28,7 +29,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vtoken.core.arena import CHUNK_TOKENS, COLUMN, Arena
+from vtoken.core.arena import COLUMN, SPAN_TOKENS, Arena
 from vtoken.units import cdiv
 
 ONE = np.int32(1)  # ufunc.at is slow where it has to convert
@@ -64,28 +65,28 @@ class RequestTable:
         num_computed_tokens: logical ids registered; id i < this is live or dead.
         num_live_tokens, num_physical_tokens: live ids; slots in use below the tail (live + holes).
         num_evicted_tokens: ids dropped so far, `num_computed_tokens - num_live_tokens`.
-        num_blocks: blocks in the row. Rows of `naive` keep a placeholder for a released block.
+        num_blocks: blocks in the block table. Those of `naive` keep a placeholder for a released block.
         holes: int32, local slots of dead tokens in owned blocks, in no order.
-        index_of, id_at, row, pos_of, block_id, live_in, free_handle, live_in_chunk: int32, views of
+        index_of, id_at, block_table, pos_of, block_id, live_in, free_handle, live_in_span: int32, views of
             the table's regions in its arena; replaced when a region grows. `live_in` has the live
-            tokens per handle, `live_in_chunk` per CHUNK_TOKENS ids; `free_handle` is a stack.
+            tokens per handle, `live_in_span` per SPAN_TOKENS ids; `free_handle` is a stack.
         token_base, block_base, token_room, block_room: where the regions begin, how long they are.
         numbers, number_row: the table's row of the arena's numbers, and which one it is.
     """
 
     __slots__ = (  # noqa: RUF023 - grouped by meaning
         "req_id", "block_size", "arena", "numbers", "number_row", "holes",
-        "index_of", "live_in_chunk", "id_at",
-        "row", "pos_of", "block_id", "live_in", "free_handle",
+        "index_of", "live_in_span", "id_at",
+        "block_table", "pos_of", "block_id", "live_in", "free_handle",
     )  # fmt: skip
 
     numbers: memoryview[int]
     number_row: int
     holes: np.ndarray
     index_of: np.ndarray
-    live_in_chunk: np.ndarray
+    live_in_span: np.ndarray
     id_at: np.ndarray
-    row: np.ndarray
+    block_table: np.ndarray
     pos_of: np.ndarray
     block_id: np.ndarray
     live_in: np.ndarray
@@ -131,7 +132,7 @@ class RequestTable:
         """Register blocks and tokens that were appended since the last call.
 
         Args:
-            new_block_ids: vLLM's row from position `num_blocks` on.
+            new_block_ids: vLLM's block table from position `num_blocks` on.
             num_computed_tokens: logical length now; ids from the old one on sit at the tail.
         """
         for block_id in new_block_ids:
@@ -143,7 +144,7 @@ class RequestTable:
     def _add_block(self, block_id: int) -> None:
         self.make_room(self.num_blocks + 1, 0)
         handle = self.take_handle()
-        self.row[self.num_blocks] = handle
+        self.block_table[self.num_blocks] = handle
         self.pos_of[handle] = self.num_blocks
         self.block_id[handle] = block_id
         self.live_in[handle] = 0
@@ -163,7 +164,7 @@ class RequestTable:
         self._num_free += 1
 
     def make_room(self, num_blocks: int, num_tokens: int) -> None:
-        """Let the regions hold a row of this many blocks, and this many logical ids."""
+        """Let the regions hold a block table of this many blocks, and this many logical ids."""
         new_handles = num_blocks - self.num_blocks - self._num_free
         most = max(num_blocks, self._num_handles + max(0, new_handles))
         if most > self.block_room:
@@ -178,10 +179,10 @@ class RequestTable:
         assert last <= self.num_blocks * N, (self.req_id, last, self.num_blocks, N)
         self.make_room(0, first_id + count)
         physical = np.arange(first, last, dtype=np.int32)
-        local = self.row[physical // N] * N + physical % N
+        local = self.block_table[physical // N] * N + physical % N
         self.index_of[first_id : first_id + count] = local
         self.id_at[local] = np.arange(first_id, first_id + count, dtype=np.int32)
-        touched = self.row[first // N : cdiv(last, N)]
+        touched = self.block_table[first // N : cdiv(last, N)]
         self.live_in[touched] += np.bincount(
             physical // N - first // N, minlength=len(touched)
         ).astype(np.int32)
@@ -192,10 +193,10 @@ class RequestTable:
 
     def _count_live(self, first_id: int, end_id: int) -> None:
         """Ids first_id .. end_id - 1 have become live."""
-        first, end = first_id // CHUNK_TOKENS, cdiv(end_id, CHUNK_TOKENS)
-        self.live_in_chunk[first:end] += np.int32(CHUNK_TOKENS)
-        self.live_in_chunk[first] -= first_id - first * CHUNK_TOKENS
-        self.live_in_chunk[end - 1] -= end * CHUNK_TOKENS - end_id
+        first, end = first_id // SPAN_TOKENS, cdiv(end_id, SPAN_TOKENS)
+        self.live_in_span[first:end] += np.int32(SPAN_TOKENS)
+        self.live_in_span[first] -= first_id - first * SPAN_TOKENS
+        self.live_in_span[end - 1] -= end * SPAN_TOKENS - end_id
 
     # ---- reading ---------------------------------------------------------------------------
 
@@ -247,7 +248,10 @@ class RequestTable:
 
     def local_of(self, physical: np.ndarray) -> np.ndarray:
         """int32[K], local slots of physical indices."""
-        return self.row[physical // self.block_size] * self.block_size + physical % self.block_size
+        return (
+            self.block_table[physical // self.block_size] * self.block_size
+            + physical % self.block_size
+        )
 
     def slots_of(self, local: np.ndarray) -> np.ndarray:
         """int64[K], vLLM slots (block_id * block_size + offset) of local slots."""
@@ -257,7 +261,7 @@ class RequestTable:
     def ids_by_physical_index(self) -> np.ndarray:
         """int32[num_physical_tokens], the logical id at each physical index, -1 for a hole."""
         N, used = self.block_size, cdiv(self.num_physical_tokens, self.block_size)
-        by_block = self.id_at.reshape(-1, N)[self.row[:used]]
+        by_block = self.id_at.reshape(-1, N)[self.block_table[:used]]
         return by_block.reshape(-1)[: self.num_physical_tokens]
 
     def live_mask(self) -> np.ndarray:
@@ -265,12 +269,12 @@ class RequestTable:
         return self.ids_by_physical_index() >= 0
 
     def live_per_block(self) -> np.ndarray:
-        """int32[num_blocks], live tokens in each block of the row."""
-        return self.live_in[self.row[: self.num_blocks]]
+        """int32[num_blocks], live tokens in each block of the block table."""
+        return self.live_in[self.block_table[: self.num_blocks]]
 
-    def row_block_ids(self) -> np.ndarray:
-        """int32[num_blocks], vLLM block ids in row order."""
-        return self.block_id[self.row[: self.num_blocks]]
+    def block_ids(self) -> np.ndarray:
+        """int32[num_blocks], vLLM block ids in the block table's order."""
+        return self.block_id[self.block_table[: self.num_blocks]]
 
     # ---- writing ---------------------------------------------------------------------------
 
@@ -286,7 +290,7 @@ class RequestTable:
         self.id_at[local] = -1
         np.subtract.at(self.live_in, local // self.block_size, ONE)
         self.num_live_tokens -= len(ids)
-        np.subtract.at(self.live_in_chunk, ids // CHUNK_TOKENS, ONE)
+        np.subtract.at(self.live_in_span, ids // SPAN_TOKENS, ONE)
         self.holes = np.concatenate([self.holes, local]) if len(self.holes) else local
         return local
 
@@ -313,29 +317,29 @@ class RequestTable:
         self.index_of[logical] = local
         self.id_at[local] = logical
         self.live_in[local // self.block_size] += 1
-        self.live_in_chunk[logical // CHUNK_TOKENS] += 1
+        self.live_in_span[logical // SPAN_TOKENS] += 1
         self.num_computed_tokens += 1
         self.num_live_tokens += 1
 
-    def set_row(self, kept: np.ndarray) -> np.ndarray:
-        """Keep only these row positions, in this order; forget the other blocks.
+    def set_block_table(self, kept: np.ndarray) -> np.ndarray:
+        """Keep only these positions, in this order; forget the other blocks.
 
         The caller has seen to it that no live token is left in a block that goes away, or moves
         them in the same step (their ids stay in `id_at` until the handle is used again).
 
         Returns:
-            int32, handles of the blocks that left the row.
+            int32, handles of the blocks that left the block table.
         """
-        old = self.row[: self.num_blocks].copy()
+        old = self.block_table[: self.num_blocks].copy()
         new = old[kept]
         self.pos_of[old] = -1
         self.pos_of[new] = np.arange(len(new), dtype=np.int32)
-        self.row[: len(new)] = new
+        self.block_table[: len(new)] = new
         self.num_blocks = len(new)
         return old[self.pos_of[old] < 0]
 
     def forget_handles(self, handles: np.ndarray) -> None:
-        """Let handles of blocks that left the row be used again; their slots must be empty."""
+        """Let handles of blocks that left the block table be used again; their slots must be empty."""
         if not len(handles):
             return
         assert not self.live_in[handles].any(), f"{self.req_id}: a released block has live tokens"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from vtoken.core.counters import Counters
-from vtoken.core.invariants import check_pool, check_row, check_table
+from vtoken.core.invariants import check_block_table, check_pool, check_table
 from vtoken.recording.trace import TraceEntry
 
 
@@ -115,7 +115,7 @@ class StepEngine(ABC):
             blocks = manager.req_to_blocks[req_id]
             state.sync(self.scheduler.requests[req_id].num_computed_tokens)
             wrong += check_table(state.table)
-            wrong += check_row(state.table, [b.block_id for b in blocks])
+            wrong += check_block_table(state.table, [b.block_id for b in blocks])
         return wrong
 
     def check_idle(self) -> list[str]:

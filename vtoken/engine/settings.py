@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vtoken.errors import ConfigError
+from vtoken.units import AUTO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class EngineSettings:
     gpu_memory_utilization: share of the device's (on a CPU: the host's) memory.
     kv_cache_memory_bytes: KV pool size in bytes.
     max_model_len, max_num_seqs, max_num_batched_tokens, dtype, seed: as in vLLM; None: vLLM's.
+        A max_model_len of AUTO is as long as memory holds.
     enable_prefix_caching: None is vLLM's default, on.
     async_scheduling: True forces it where vLLM turns it off (CPUs); None is vLLM's default.
     vllm_args: further keyword arguments of vLLM's EngineArgs, taken unchanged.
@@ -41,7 +43,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for name, option in _POSITIVE.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value < 1 and (name, value) != ("max_model_len", AUTO):
                 raise ConfigError(option, value, "a whole number, 1 or more")
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:

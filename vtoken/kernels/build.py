@@ -1,7 +1,8 @@
 """Compile the C++ kernels at first use, once per source, compiler, flags and instruction set.
 
 The build lands in vToken's cache folder, written under a temporary name and renamed, behind a file
-lock, with its digest beside it: what does not match is built again.
+lock, with its digest beside it: what does not match is built again. A cache that cannot be written,
+or that another user could write to, is left alone: the process builds for itself.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
-from vtoken.models.store import cache_dir
+from vtoken.errors import ConfigError
+from vtoken.models.store import is_trusted, open_cache
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -134,14 +136,17 @@ def build(variant: str, *, rebuild: bool = False) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError(NO_COMPILER)
-    folder = _writable(cache_dir() / "kernels")
+    folder = _folder()
     target = folder / f"kernels-{variant}-{build_key(compiler, variant)}.so"
     if not rebuild and _intact(target):
         return target
-    with _locked(target.with_suffix(".lock")):
-        # Another process may have built it while this one waited.
-        if rebuild or not _intact(target):
-            _compile(compiler, variant, target)
+    try:
+        with _locked(target.with_suffix(".lock")):
+            # Another process may have built it while this one waited.
+            if rebuild or not _intact(target):
+                _compile(compiler, variant, target)
+    except OSError as error:  # such as a full disk
+        raise BuildError(f"the kernels cannot be built in {folder}: {error.strerror}") from error
     return target
 
 
@@ -211,6 +216,7 @@ def _compile(compiler: str, variant: str, target: Path) -> None:
             told = next((line for line in lines if "error" in line), lines[0])
             raise BuildError(f"{Path(compiler).name} failed: {told}")
         digest = _digest(temporary)
+        temporary.chmod(0o755)  # whatever the umask: `is_trusted`
         # The library first: a reader that sees a new library with an old digest rebuilds, no more.
         os.replace(temporary, target)
         target.with_suffix(".sha256").write_text(digest)
@@ -223,7 +229,8 @@ def _compile(compiler: str, variant: str, target: Path) -> None:
 def _intact(target: Path) -> bool:
     # A truncated library would not fail to load, it would kill the process (SIGBUS).
     try:
-        return target.with_suffix(".sha256").read_text() == _digest(target)
+        told = target.with_suffix(".sha256").read_text()
+        return is_trusted(target) and told == _digest(target)
     except OSError:
         return False
 
@@ -232,15 +239,13 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _writable(folder: Path) -> Path:
-    """The folder, or a private temporary one where it cannot be written."""
+def _folder() -> Path:
+    """The cache's folder of kernels, or a private temporary one where that cannot be used."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(_private_folder().name)
+        return open_cache("kernels")
+    except ConfigError as error:
+        say_once(str(error), "the kernels are compiled for this process alone")
+        return Path(_private_folder().name)
 
 
 @cache
@@ -253,5 +258,6 @@ def _locked(path: Path):
     import fcntl  # not on Windows, where nothing gets this far
 
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # a network folder without locks: two may build the same
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -20,7 +20,7 @@ from itertools import chain, compress
 
 import numpy as np
 
-from vtoken.core.arena import ARRAYS, CHUNK_TOKENS, NUMBERS, Arena
+from vtoken.core.arena import ARRAYS, NUMBERS, SPAN_TOKENS, Arena
 from vtoken.core.messages import StepPlan, joined, plan_of_packed
 from vtoken.core.ops import Change, Draw, ScoredIds, TableOps
 from vtoken.core.scalar_ops import ScalarOps
@@ -30,10 +30,10 @@ from vtoken.kernels import build
 NEEDS_ROOM, NEEDS_SPACE = 1, 2
 ERRORS = {
     3: "its numbers describe no region of the arena",
-    4: "tokens are appended where the row has no block",
+    4: "tokens are appended where the block table has no block",
     5: "evicting a token that is not live, or none",
     6: "a block or a slot that it does not own",
-    7: "a row was not packed before the eviction",
+    7: "a request was not packed before the eviction",
     8: "holes and displaced tokens do not pair up",
     9: "a released block is in use",
     10: "a rank or an id that is out of range",
@@ -129,7 +129,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "draw": 5, "execute": 13, "pack": 19,
     }  # fmt: skip
     build.check_shared(library, {
-        "numbers": NUMBERS, "chunk_tokens": [str(CHUNK_TOKENS)], **build.fields_of(_Arena),
+        "numbers": NUMBERS, "span_tokens": [str(SPAN_TOKENS)], **build.fields_of(_Arena),
         "functions": [f"vtt_{name}/{num_args}" for name, num_args in functions.items()],
     })  # fmt: skip
     for name, num_args in functions.items():
@@ -169,7 +169,7 @@ class CompiledOps(ScalarOps):
             setattr(raw, name, array.__array_interface__["data"][0])
         assert arena.numbers.shape[1] == len(NUMBERS)
         raw.num_rows, raw.block_size = len(arena.numbers), arena.block_size
-        raw.num_tokens, raw.num_blocks = len(arena.index_of), len(arena.row)
+        raw.num_tokens, raw.num_blocks = len(arena.index_of), len(arena.block_table)
         self._seen = (arena, arena.version)
 
     @staticmethod
@@ -423,9 +423,9 @@ class CompiledOps(ScalarOps):
             req_ids=[t.req_id for t in tables],
             num_reclaimed=of_requests[:E],
             new_token_index=of_requests[E : 2 * E],
-            rewrites_row=self._rewrites.take(E),
-            row_start=of_requests[2 * E : 3 * E + 1],
-            row_kept=self._kept.take(num_kept),
+            rewrites_block_table=self._rewrites.take(E),
+            kept_start=of_requests[2 * E : 3 * E + 1],
+            kept_positions=self._kept.take(num_kept),
             move_start=of_requests[3 * E + 1 :],
             move_source=self._source.take(num_moves),
             move_destination=self._destination.take(num_moves),

@@ -1,4 +1,8 @@
-"""Where prepared models live, and how a folder appears there whole or not at all."""
+"""vToken's cache folder, and how a prepared model appears in it whole or not at all.
+
+What lies in the cache is loaded: compiled kernels run. So a folder counts only where this user or
+root owns it and no other user can write to it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vtoken.errors import ConfigError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -20,16 +26,60 @@ _ABANDONED_AFTER_S = 24 * 3600
 
 
 def cache_dir() -> Path:
-    """Return vToken's cache folder: `$VTOKEN_CACHE`, else `vtoken` in the user's cache folder."""
-    if own := os.environ.get("VTOKEN_CACHE"):
-        return Path(own).expanduser()
-    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(users).expanduser() / "vtoken"
+    """Return vToken's cache folder: `$VTOKEN_CACHE`, else `vtoken` in the user's cache folder.
+
+    Raises:
+        ConfigError: it would be in a home folder, and this user has none.
+    """
+    own, users = os.environ.get("VTOKEN_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
+    if not own:  # a relative XDG_CACHE_HOME is to be ignored, says its specification
+        own = f"{users if users.startswith('/') else '~/.cache'}/vtoken"
+    try:
+        return Path(own).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError("VTOKEN_CACHE", own, f"{_A_FOLDER}; no such home folder") from None
+
+
+def open_cache(name: str, *, writes: bool = True) -> Path:
+    """Return a folder of the cache, made where it is missing.
+
+    Args:
+        writes: False: it may be missing, and need not be writable.
+
+    Raises:
+        ConfigError: it cannot be made or written, or another user could change what is in it.
+    """
+    root = cache_dir()
+    folder = root / name
+    try:
+        for path in (root, folder) if writes else ():
+            path.mkdir(parents=True, exist_ok=True, mode=0o755)
+    except OSError as error:
+        raise ConfigError("VTOKEN_CACHE", str(root), f"{_A_FOLDER}; {error.strerror}") from None
+    for path in (root, folder):
+        if path.exists() and not is_trusted(path):
+            why = f"{path} belongs to another user, or others may write to it"
+            raise ConfigError("VTOKEN_CACHE", str(root), f"{_A_FOLDER}; {why}")
+    if writes and not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError("VTOKEN_CACHE", str(root), f"{_A_FOLDER}; {folder} is read-only")
+    return folder
+
+
+_A_FOLDER = "set it to a folder of your own"
+
+
+def is_trusted(path: Path) -> bool:
+    """Tell whether only this user, or root, can change a file or folder (False where it is not)."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
 
 
 def model_dir(name: str) -> Path:
-    """Return the folder of one embedded model, present or not."""
-    return cache_dir() / "models" / name
+    """Return the folder of one embedded model, present or not; raises as `open_cache` does."""
+    return open_cache("models", writes=False) / name
 
 
 def stored_format(folder: Path) -> int | None:
@@ -59,8 +109,7 @@ def publish(name: str, format_number: int, build: Callable[[Path], dict]) -> Pat
     Args:
         build: fills the folder it is given; what it returns is kept as the model's provenance.
     """
-    target = model_dir(name)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = open_cache("models") / name
     _remove_abandoned(target.parent)
     with _temporary_beside(target) as name_of_folder:
         temporary = Path(name_of_folder)

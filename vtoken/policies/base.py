@@ -120,10 +120,10 @@ class RequestView:
         return self._scores
 
     def oldest(self, count: int, first_id: int = 0) -> np.ndarray:
-        """int32[<= count], the lowest live ids that are >= first_id, ascending."""
+        """int32[<= count], the lowest live ids that are >= first_id and not protected, ascending."""
         ids = self.live_ids
         # Search in the ids' own dtype: a Python int would make searchsorted copy all ids.
-        start = int(ids.searchsorted(np.int32(first_id)))
+        start = int(ids.searchsorted(np.int32(max(first_id, self.protected_tokens))))
         return ids[start : start + max(0, count)]
 
     def rng(self) -> np.random.Generator:

@@ -15,6 +15,7 @@ import numpy as np
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import Budget
 from vtoken.core.messages import ScoreReport
+from vtoken.errors import ConfigError
 from vtoken.policies.base import score_window
 from vtoken.recording.decisions import (
     DecisionRecorder,
@@ -54,15 +55,30 @@ class RunLog:
 
     @classmethod
     def open(
-        cls, config: VTokenConfig, budget: Budget | None, *, model: str, block_size: int
+        cls,
+        config: VTokenConfig,
+        budget: Budget | None,
+        *,
+        model: str,
+        block_size: int,
+        num_engines: int = 1,
     ) -> RunLog | None:
         """Open the files that a config names; None where it names none or nothing is evicted.
+
+        Args:
+            num_engines: data-parallel replicas.
 
         Raises:
             ConfigError: a file cannot be read or written, or does not fit the config.
         """
         if budget is None or not config.run_files:
             return None
+        if num_engines > 1:
+            raise ConfigError(
+                "--data-parallel-size", num_engines,
+                "1 with recorded or replayed decisions and scores: there is one file, and which "
+                "replica serves a request changes from run to run",
+            )  # fmt: skip
         return cls(config, budget, model=model, block_size=block_size)
 
     # ---- the life of a request -------------------------------------------------------------

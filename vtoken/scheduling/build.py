@@ -19,6 +19,7 @@ from vtoken.scheduling.chunks import ChunkLimits
 from vtoken.scheduling.clock import StepClock
 from vtoken.scheduling.due import DueRequests
 from vtoken.scheduling.evict import Evictor
+from vtoken.scheduling.naming import VictimNamer
 from vtoken.scheduling.ports import BlockManager, Pool, Request, Scheduler
 from vtoken.scheduling.prefix import PrefixBlocks
 from vtoken.scheduling.reports import ReportBook
@@ -37,6 +38,7 @@ def build_step(
     ops: TableOps,
     is_running: Callable[[Request], bool],
     model: str,
+    num_engines: int = 1,
 ) -> Step:
     """Build a step for a scheduler and its block manager.
 
@@ -44,6 +46,7 @@ def build_step(
         ops: for one arena of token tables.
         is_running: whether a request that holds blocks is in the running queue.
         model: the model's name or path, for files that are recorded.
+        num_engines: data-parallel replicas.
 
     Raises:
         ConfigError: a setting is wrong, or a file does not fit.
@@ -54,7 +57,9 @@ def build_step(
     )
     requests = RunningRequests(TokenTable(manager.block_size), ops, manager, rules)
     budgets = RequestBudgets(config, manager.block_size, pool.num_gpu_blocks - 1)
-    log = RunLog.open(config, budgets.common, model=model, block_size=manager.block_size)
+    log = RunLog.open(
+        config, budgets.common, model=model, block_size=manager.block_size, num_engines=num_engines
+    )
     scored = budgets.common is not None and budgets.common.policy.score_kind is not ScoreKind.NONE
     reports = ReportBook(lambda req_id: requests.by_id[req_id].sync())
     prefix = PrefixBlocks(config, requests, manager, pool, scheduler)
@@ -62,9 +67,8 @@ def build_step(
         requests, calendar, clock, prefix, scheduler, log, is_running,
         by_length=config.evict_when == "always",
     )  # fmt: skip
-    selector = Selector(
-        config, requests, ops, reports, prefix, due, clock, pool, scheduler, log, counters
-    )
+    namer = VictimNamer(ops, reports, clock, counters, config.seed)
+    selector = Selector(config, requests, namer, prefix, due, pool, scheduler, log, counters)
     evictor = Evictor(requests, ops, prefix, reports, due, clock, pool, manager, log, counters)
     admission = Admission(budgets, requests, clock, pool, manager, scheduler)
     shortage = Shortage(

@@ -17,11 +17,11 @@ from vtoken.core.table import NO_SLOTS
 from vtoken.recording.run_log import RunLog
 from vtoken.scheduling.clock import StepClock
 from vtoken.scheduling.due import DueRequests
+from vtoken.scheduling.naming import Victims
 from vtoken.scheduling.ports import Block, BlockManager, Checker, Pool
 from vtoken.scheduling.prefix import PrefixBlocks
 from vtoken.scheduling.reports import ReportBook
 from vtoken.scheduling.requests import RunningRequest, RunningRequests
-from vtoken.scheduling.select import Victims
 
 
 class Evictor:

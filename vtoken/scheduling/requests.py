@@ -175,6 +175,6 @@ class RunningRequests:
     def shared_table_ids(self, state: RunningRequest, shared: np.ndarray) -> np.ndarray:
         """int32 ascending, live ids in the blocks at these positions: bool[B]."""
         table = state.table
-        handles = table.row[: table.num_blocks][shared[: table.num_blocks]]
+        handles = table.block_table[: table.num_blocks][shared[: table.num_blocks]]
         ids = table.id_at.reshape(-1, table.block_size)[handles].reshape(-1)
         return np.sort(ids[ids >= 0])

@@ -19,11 +19,12 @@ from vtoken.scheduling.admission import Admission
 from vtoken.scheduling.calendar import Calendar
 from vtoken.scheduling.clock import StepClock
 from vtoken.scheduling.evict import Evictor
+from vtoken.scheduling.naming import Asked, Victims
 from vtoken.scheduling.ports import BlockManager, Pool, Request, Scheduler
 from vtoken.scheduling.prefix import PrefixBlocks
 from vtoken.scheduling.reports import ReportBook
 from vtoken.scheduling.requests import BudgetedRequest, RunningRequest, RunningRequests
-from vtoken.scheduling.select import Asked, Selector, Victims
+from vtoken.scheduling.select import Selector
 from vtoken.scheduling.shortfall import PoolView, share_shortfall, tokens_to_give
 from vtoken.units import cdiv
 
@@ -208,7 +209,9 @@ class Shortage:
             return None
         if self.log is not None and self.log.next_length(req_id, request.num_computed_tokens):
             return None  # a replayed request loses what its record says, and nothing else
-        if state.needs_scores and not self.reports.has(req_id, self.selector.report_step(state)):
+        if state.needs_scores and not self.reports.has(
+            req_id, self.selector.namer.report_step(state)
+        ):
             return None
         return state
 
@@ -224,7 +227,7 @@ class Shortage:
         asked = Asked([state for state, _, _ in losses], [count for _, count, _ in losses])
         if self.prefix.caching:
             asked.protected_ids = [self.prefix.protect(state) for state in asked.states]
-        victims = self.selector.name(asked)
+        victims = self.selector.namer.name(asked)
         num_new = {state.req_id: n for state, _, n in losses}
         expected = [num_new[s.req_id] for s in victims.states]
         self.evictor.carry_out(victims, expected, under_pressure=True)

@@ -30,11 +30,12 @@ from vtoken.scheduling.chunks import ChunkLimits
 from vtoken.scheduling.clock import StepClock
 from vtoken.scheduling.due import DueRequests
 from vtoken.scheduling.evict import Evictor
+from vtoken.scheduling.naming import Victims
 from vtoken.scheduling.ports import BlockManager, Checker, Pool, Request, Scheduler
 from vtoken.scheduling.prefix import PrefixBlocks
 from vtoken.scheduling.reports import ReportBook
 from vtoken.scheduling.requests import RunningRequests
-from vtoken.scheduling.select import Selector, Victims
+from vtoken.scheduling.select import Selector
 from vtoken.scheduling.shortage import Shortage
 
 # (request, tokens computed, new tokens) -> new tokens that the chunk may have

@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import numpy as np
 
-from vtoken.server.terminal import read_state, state_url
+from vtoken.server.terminal import is_local, read_state, state_url
 
 TEXT = "the canal ran uphill past seven locks and a mill that ground nothing but slow rain"
 WORDS = TEXT.split()
@@ -61,13 +62,9 @@ def run_load(
     patience_s: float = 300.0,
 ) -> LoadReport:
     """Keep `clients` streams going for `seconds`; see the module's head."""
-    import openai
-
     report, lock = LoadReport(clients, seconds), threading.Lock()
     end = time.monotonic() + seconds
-    api = openai.OpenAI(
-        base_url=f"{url}/v1", api_key=api_key or "none", timeout=patience_s, max_retries=0
-    )
+    api = _client(url, api_key, timeout=patience_s, max_retries=0)
 
     def one_client(index: int) -> None:
         number = 0
@@ -95,6 +92,14 @@ def run_load(
     report.stuck = sum(t.is_alive() for t in threads)
     report.pool = _pool_when_idle(url, api_key)
     return report
+
+
+def _client(url: str, api_key: str | None, **options):
+    import openai
+
+    if is_local(urlsplit(url).hostname):  # never through a proxy
+        options["http_client"] = openai.DefaultHttpxClient(trust_env=False)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", **options)
 
 
 def _stream(api, model: str, prompt: str, max_tokens: int) -> tuple[int, str | None]:
@@ -149,12 +154,7 @@ def paired_gaps_s(
     Returns:
         float64[pairs, 2], median seconds between two chunks of one streamed completion.
     """
-    import openai
-
-    asked = [
-        (openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none"), first_model(url, api_key))
-        for url in urls
-    ]
+    asked = [(_client(url, api_key), first_model(url, api_key)) for url in urls]
     gaps = np.zeros((pairs, 2))
     for pair in range(-1, pairs):  # the first one warms up
         for which in (0, 1) if pair % 2 else (1, 0):
@@ -177,6 +177,4 @@ def _median_gap_s(api, model: str, prompt: str, max_tokens: int) -> float:
 
 def first_model(url: str, api_key: str | None) -> str:
     """The first model that a server has."""
-    import openai
-
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none").models.list().data[0].id
+    return _client(url, api_key).models.list().data[0].id

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 
-from vtoken.core.invariants import check_pool, check_row, check_table
+from vtoken.core.invariants import check_block_table, check_pool, check_table
 
 logger = logging.getLogger("vllm.vtoken")
 
@@ -116,7 +116,7 @@ class StatsSource:
                 blocks = manager.req_to_blocks[request.request_id]
                 state.sync(request.num_computed_tokens)
                 wrong += check_table(state.table)
-                wrong += check_row(state.table, [b.block_id for b in blocks])
+                wrong += check_block_table(state.table, [b.block_id for b in blocks])
         for sentence in wrong:
             logger.error("vToken found a broken invariant: %s", sentence)
         self.num_violations += len(wrong)

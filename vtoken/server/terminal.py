@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,20 +45,50 @@ def read_state(url: str, api_key: str | None = None) -> dict[str, Any]:
         EngineError: no answer.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(url, headers=headers)
+    # A proxy's own localhost is another machine.
+    proxies = [urllib.request.ProxyHandler({})] if is_local(urlsplit(url).hostname) else []
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return json.load(answer)
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.build_opener(*proxies).open(request, timeout=TIMEOUT_S) as answer:
+            state = _printable(json.load(answer))
+        if not isinstance(state, dict) or not isinstance(state.get("engines"), list):
+            raise ConfigError("URL", url, "answered, but is no server of vtoken serve")
+        return state
+    except ConfigError:
+        raise
     except urllib.error.HTTPError as error:
         if error.code == 401:
             allowed = "wants an API key: give --api-key, or set VLLM_API_KEY"
+            raise ConfigError("URL", url, allowed) from None
+        if error.code == 403:
+            allowed = "shows its state to its own machine only: start it with -- --api-key KEY"
             raise ConfigError("URL", url, allowed) from None
         if error.code == 404:
             allowed = "has no status page: start it with vtoken serve, without --no-status-page"
             raise ConfigError("URL", url, allowed) from None
         raise EngineError(f"{url} answered {error.code}: {error.reason}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, HTTPException) as error:
         raise EngineError(f"no answer from {url}: {getattr(error, 'reason', error)}") from None
+
+
+def is_local(host: str | None) -> bool:
+    """Tell whether an address is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        address = ip_address(host or "")
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def _printable(value: Any) -> Any:
+    """A JSON value without control characters: clients choose request ids, terminals obey them."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
 def render(state: dict[str, Any], before: dict[str, Any] | None = None, width: int = 100):
@@ -85,9 +117,9 @@ def _headline(model: str, engine: dict, before: dict | None):
 
     blocks, counters = engine["blocks"], engine["counters"]
     grid = Table.grid(padding=(0, 2))
-    policy = f", {engine['policy']}" if engine["policy"] else ""
+    mode = ", ".join(filter(None, (engine["mode"], engine["policy"])))
     grid.add_row(
-        f"[bold]{escape(model)}[/]  engine {engine['engine']}, mode {engine['mode']}{policy}",
+        f"[bold]{escape(model)}[/]  engine {engine['engine']}, mode {escape(mode)}",
         f"[bold]{engine['num_running']}[/] running, {engine['num_waiting']} waiting",
     )
     grid.add_row(
@@ -133,6 +165,7 @@ def pool_map(engine: dict, columns: int):
 
 
 def _requests(engine: dict):
+    from rich.markup import escape
     from rich.table import Table
 
     columns = ("prompt_tokens", "output_tokens", "live", "dead", "blocks", "evicted", "moved",
@@ -141,7 +174,7 @@ def _requests(engine: dict):
     for name in columns:
         table.add_column(name.replace("_tokens", ""), justify="right")
     for row in engine["requests"][:MAX_ROWS]:
-        table.add_row(row["id"][-28:], *(f"{row[name]:,}" for name in columns))
+        table.add_row(escape(row["id"][:28]), *(f"{row[name]:,}" for name in columns))
     hidden = engine["num_running"] - min(MAX_ROWS, len(engine["requests"]))
     if hidden > 0:
         table.add_row(f"and {hidden} more")

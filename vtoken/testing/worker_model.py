@@ -85,9 +85,9 @@ class WorkerModel:
             request = self.requests.get(req_id)
             if request is None:
                 raise InvariantViolation("I4", f"step {plan.step_seq} plans for unknown {req_id}")
-            if plan.rewrites_row[r]:
+            if plan.rewrites_block_table[r]:
                 row = [*request.block_ids, *plan.added_of(r).tolist()]
-                request.block_ids = [row[i] for i in plan.row_of(r)]
+                request.block_ids = [row[i] for i in plan.kept_of(r)]
             request.num_reclaimed = int(plan.num_reclaimed[r])
             if plan.mask_kind[r] == MASK_PACKED:
                 request.mask = None

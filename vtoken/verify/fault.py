@@ -31,7 +31,7 @@ SEAMS = {
     "move": "runner.vtoken_move",
     "apply plan": "runner._vtoken_apply",
     "apply layouts": "runner.vtoken_layouts.apply",
-    "rewrite row": "runner._vtoken_rewrite_row",
+    "rewrite row": "runner._vtoken_rewrite_block_table",
     "use lengths": "runner._vtoken_use_physical_lengths",
     "sample": "runner.sample_tokens",
 }

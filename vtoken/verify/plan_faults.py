@@ -38,18 +38,18 @@ def plan_swaps_ends(plan: StepPlan, rng: np.random.Generator) -> bool:
 
 @fault("a row left as it was", PLAN, "I1 or I3")
 def plan_leaves_a_row(plan: StepPlan, rng: np.random.Generator) -> bool:
-    rows = np.flatnonzero(plan.rewrites_row)
+    rows = np.flatnonzero(plan.rewrites_block_table)
     if not len(rows):
         return False
-    plan.rewrites_row[rng.choice(rows)] = False
+    plan.rewrites_block_table[rng.choice(rows)] = False
     return True
 
 
 @fault("a row in another order", PLAN, "I3")
 def plan_turns_a_row_round(plan: StepPlan, rng: np.random.Generator) -> bool:
     """Swap two blocks of a row; a fault only where the row has two."""
-    for r in np.flatnonzero(plan.rewrites_row):
-        row = plan.row_of(r)
+    for r in np.flatnonzero(plan.rewrites_block_table):
+        row = plan.kept_of(r)
         if len(row) >= 2:
             row[0], row[-1] = row[-1], row[0]
             return True

@@ -172,6 +172,6 @@ def _layout_of(plan, r: int) -> Layout:
     source, destination = plan.moves_of(r)
     return Layout(
         plan.req_ids[r], int(plan.num_reclaimed[r]), int(plan.new_token_index[r]),
-        kept=plan.row_of(r) if plan.rewrites_row[r] else None,
+        kept=plan.kept_of(r) if plan.rewrites_block_table[r] else None,
         move_source=source, move_destination=destination,
     )  # fmt: skip

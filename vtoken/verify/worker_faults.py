@@ -107,9 +107,9 @@ def released_early(engine):
         def clear_first(scheduler_output):
             plan = getattr(scheduler_output, "vtoken", None)
             for r, req_id in enumerate(plan.req_ids if plan is not None else ()):
-                if plan.rewrites_row[r]:
+                if plan.rewrites_block_table[r]:
                     row = np.asarray(runner.requests[req_id].block_ids[0])
-                    gone = np.setdiff1d(row, row[plan.row_of(r)])
+                    gone = np.setdiff1d(row, row[plan.kept_of(r)])
                     if len(gone):
                         runner._zero_block_ids(gone.tolist())
             apply(scheduler_output)

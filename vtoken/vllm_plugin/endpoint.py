@@ -18,6 +18,8 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from vtoken.server.terminal import is_local
+
 PAGE = Path(__file__).parent.parent / "server" / "page.html"
 UTILITY = "vtoken_state"  # the method that `install_utility` gives to vLLM's EngineCore
 OFF = "VTOKEN_STATUS_PAGE"
@@ -121,11 +123,17 @@ def _api_keys(args) -> list[bytes]:
 
 
 def _refuse(request: Request, keys: list[bytes]) -> Response | None:
-    """Status 401 when a key is set and not given; vLLM's own check covers /v1 only.
+    """Status 401 when a key is set and not given, 403 from elsewhere when none is set.
 
-    A browser sends the key as the password of Basic authentication, which it asks for itself.
+    vLLM's own check of keys covers /v1 only, and a server listens on all interfaces. A browser
+    sends the key as the password of Basic authentication, which it asks for itself.
     """
-    if not keys or _is_known(_given_digest(request.headers.get("authorization", "")), keys):
+    if not keys and (request.client is None or is_local(request.client.host)):
+        return None  # no client: a Unix socket
+    if not keys:
+        told = "only from the server's own machine, unless it is started with an API key"
+        return JSONResponse({"error": told}, status_code=403)
+    if _is_known(_given_digest(request.headers.get("authorization", "")), keys):
         return None
     return JSONResponse(
         {"error": "Unauthorized"},

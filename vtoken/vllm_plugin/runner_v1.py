@@ -144,11 +144,11 @@ class VTokenRunnerV1Mixin:
         if len(plan.fresh_blocks) and self.vtoken_attention is not None:
             self.vtoken_attention.restart_scores(plan.fresh_blocks)
         for r, req_id in enumerate(plan.req_ids):
-            if plan.rewrites_row[r]:
-                self._vtoken_rewrite_row(req_id, plan.row_of(r), plan.added_of(r))
+            if plan.rewrites_block_table[r]:
+                self._vtoken_rewrite_block_table(req_id, plan.kept_of(r), plan.added_of(r))
         layouts.apply(plan)
 
-    def _vtoken_rewrite_row(self, req_id: str, kept: np.ndarray, added: np.ndarray) -> None:
+    def _vtoken_rewrite_block_table(self, req_id: str, kept: np.ndarray, added: np.ndarray) -> None:
         """Keep these positions of a request's row; vLLM then appends the step's new blocks.
 
         Args:

@@ -58,6 +58,7 @@ class VTokenSchedulerMixin:
             ops=load_ops() if ops is None else ops,
             is_running=_is_running,
             model=self.vllm_config.model_config.model,
+            num_engines=self.vllm_config.parallel_config.data_parallel_size,
         )
         if config.hash_kv_every:
             from vtoken.checks.scheduler_side import SchedulerChecker

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from vtoken import units
 from vtoken.errors import ConfigError
 
 OPTION = "--dataset-path"
@@ -22,19 +23,8 @@ def bad_row(path: Path, line: int, allowed: str) -> ConfigError:
 
 
 def read_text(path: str | Path) -> str:
-    """Read a whole file as UTF-8 (a byte-order mark is dropped).
-
-    Raises:
-        ConfigError: no such file, not readable, a folder, or not UTF-8.
-    """
-    path = Path(path)
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise bad_row(path, line, "UTF-8 text, but this line has other bytes") from error
-    except OSError as error:
-        raise ConfigError(OPTION, str(path), f"a readable file ({error.strerror})") from error
+    """Read a whole dataset; raises as `vtoken.units.read_text` does."""
+    return units.read_text(path, OPTION)
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
@@ -48,13 +38,12 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
     for number, text in enumerate(read_text(path).split("\n"), start=1):
         if not text.strip():
             continue
+        form = "one JSON object per line"
         try:
             row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise bad_row(path, number, f"one JSON object per line ({error.msg})") from error
-        if not isinstance(row, dict):
-            raise bad_row(path, number, f"one JSON object per line, not {_kind(row)}")
-        yield number, row
+        except (ValueError, RecursionError) as error:
+            raise _not_json(error, path, number, form) from error
+        yield number, _checked(row, text, path, number, form)
 
 
 def read_json_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
@@ -79,13 +68,12 @@ def read_json_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
         line, counted = line + text.count("\n", counted, at), at
         if text[at : at + 1] == "]":
             return
+        form, first = "a JSON list of objects", at
         try:
             row, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise bad_row(path, error.lineno, f"a JSON list of objects ({error.msg})") from error
-        if not isinstance(row, dict):
-            raise bad_row(path, line, f"a JSON list of objects, not of {_kind(row)}")
-        yield line, row
+        except (ValueError, RecursionError) as error:
+            raise _not_json(error, path, getattr(error, "lineno", line), form) from error
+        yield line, _checked(row, text[first:at], path, line, form)
 
 
 def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
@@ -95,8 +83,8 @@ def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[int, 
         ConfigError: a column is missing from the header, or a row is shorter than it.
     """
     path = Path(path)
-    reader = csv.reader(io.StringIO(read_text(path)))
-    header = [name.strip() for name in next(reader, [])]
+    rows = _csv_rows(path)
+    _, header = next(rows, (1, []))
     missing = [name for name in columns if name not in header]
     if missing:
         found = ", ".join(header) or "nothing"
@@ -104,12 +92,43 @@ def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[int, 
             path, 1, f"columns {', '.join(columns)}; {', '.join(missing)} missing among {found}"
         )
     places = [header.index(name) for name in columns]
-    for row in reader:
-        if not row:
-            continue
+    for line, row in rows:
         if len(row) < len(header):
-            raise bad_row(path, reader.line_num, f"{len(header)} columns, found {len(row)}")
-        yield reader.line_num, [row[place].strip() for place in places]
+            raise bad_row(path, line, f"{len(header)} columns, found {len(row)}")
+        yield line, [row[place] for place in places]
+
+
+def csv_header(path: str | Path) -> list[str]:
+    """The names of a CSV file's columns; empty where it has none."""
+    return next(_csv_rows(Path(path)), (1, []))[1]
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line number, fields) of each row that is not blank, the header too."""
+    reader = csv.reader(io.StringIO(read_text(path), newline=""))
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, [value.strip() for value in row]
+    except csv.Error as error:
+        raise bad_row(path, reader.line_num, f"a CSV table ({error})") from error
+
+
+def _not_json(error: Exception, path: Path, line: int, form: str) -> ConfigError:
+    why = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", error)
+    return bad_row(path, line, f"{form} ({why})")
+
+
+def _checked(row: object, text: str, path: Path, line: int, form: str) -> dict:
+    if not isinstance(row, dict):
+        raise bad_row(path, line, f"{form}, not {_kind(row)}")
+    if "\\ud" in text.lower():  # half of a pair of escapes is no character: no tokenizer takes it
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise bad_row(path, line, f"text in Unicode, but {half} is half a character") from None
+    return row
 
 
 def _kind(value: object) -> str:

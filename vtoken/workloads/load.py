@@ -7,15 +7,15 @@ from pathlib import Path
 
 from vtoken.errors import ConfigError
 from vtoken.workloads.chat import conversation_texts, load_sharegpt
-from vtoken.workloads.files import OPTION, read_json_rows, read_text
+from vtoken.workloads.files import OPTION, csv_header, read_json_rows, read_text
 from vtoken.workloads.longbench import context_texts, load_longbench, load_prompts
 from vtoken.workloads.request import WorkloadRequest
 from vtoken.workloads.tokens import Tokenizer
 from vtoken.workloads.traces import (
-    AZURE_COLUMNS,
+    CSV_FORMATS,
     MOONCAKE_FIELDS,
-    SERVEGEN_COLUMNS,
     load_azure,
+    load_burstgpt,
     load_mooncake,
     load_servegen,
 )
@@ -23,13 +23,14 @@ from vtoken.workloads.traces import (
 TEXT_FORMATS = ("sharegpt", "longbench", "prompts", "text")
 TRACE_LOADERS: dict[str, Callable[..., list[WorkloadRequest]]] = {
     "azure": load_azure,
+    "burstgpt": load_burstgpt,
     "mooncake": load_mooncake,
     "servegen": load_servegen,
 }
 FORMATS = (*TEXT_FORMATS, *TRACE_LOADERS)
 _KNOWN = (
     "ShareGPT JSON, LongBench-style JSONL, JSONL with a prompt field, "
-    "a trace (Azure CSV, Mooncake JSONL, ServeGen CSV), or plain text in .txt or .md"
+    "a trace (Azure, BurstGPT or ServeGen CSV, Mooncake or Bailian JSONL), or plain text in .txt or .md"
 )
 
 
@@ -47,16 +48,12 @@ def detect_format(path: str | Path) -> str:
     if not text.strip():
         raise ConfigError(OPTION, str(path), f"{_KNOWN}; this file is empty")
     if path.suffix.lower() == ".csv":
-        header = {name.strip() for name in text.split("\n", 1)[0].split(",")}
-        for name, columns in (("azure", AZURE_COLUMNS), ("servegen", SERVEGEN_COLUMNS)):
+        header = set(csv_header(path))
+        for name, (columns, _) in CSV_FORMATS.items():
             if header & set(columns):
                 return name
-        raise ConfigError(
-            OPTION,
-            f"{path}:1",
-            f"columns {', '.join(AZURE_COLUMNS)} (Azure) "
-            f"or {', '.join(SERVEGEN_COLUMNS)} (ServeGen)",
-        )
+        known = " or ".join(f"{', '.join(c)} ({name})" for name, (c, _) in CSV_FORMATS.items())
+        raise ConfigError(OPTION, f"{path}:1", f"columns {known}")
     if text.lstrip()[0] not in "[{" and path.suffix.lower() not in (".json", ".jsonl"):
         raise ConfigError(OPTION, str(path), _KNOWN)
     line, row = next(read_json_rows(path), (1, {}))
@@ -91,6 +88,9 @@ def load_workload(
     """
     name = detect_format(path)
     if name in TRACE_LOADERS:
+        if name != "mooncake" and (key := next(iter(options), None)):
+            option = "--" + key.replace("_", "-")
+            raise ConfigError(option, options[key], f"a trace with prefix hashes; {path} has none")
         return TRACE_LOADERS[name](path, num=num, **options)
     if name == "text":
         raise ConfigError(OPTION, str(path), "a dataset of requests; plain text has no requests")

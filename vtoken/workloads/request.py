@@ -27,7 +27,7 @@ class WorkloadRequest:
         prompt_token_ids: exactly `prompt_len` vocabulary ids, or None.
         arrival_s: seconds after the first request of the workload.
         prefix_hash_ids: one id per block of `prefix_block_tokens` of the prompt, the last one
-            possibly partial; equal leading ids mean an equal prefix.
+            possibly partial, below 2^62; equal ids mean an equal prefix.
         prefix_block_tokens: tokens per prefix hash id, 0 where there are none.
         answers: accepted answers, for workloads with a known one.
         dataset: where it comes from, for tables.
@@ -50,7 +50,9 @@ class WorkloadRequest:
         assert self.prompt_len >= 1 and self.output_len >= 1, self
         ids = self.prompt_token_ids
         assert ids is None or len(ids) == self.prompt_len, (len(ids or ()), self.prompt_len)
-        assert not self.prefix_hash_ids or self.prefix_block_tokens > 0, self.request_id
+        if self.prefix_hash_ids:
+            assert self.prefix_block_tokens > 0, self.request_id
+            assert max(self.prefix_hash_ids) < 2**62, self.request_id  # see `trace_token_ids`
 
 
 def scale_rate(requests: Sequence[WorkloadRequest], factor: float) -> list[WorkloadRequest]:

@@ -115,7 +115,9 @@ class LookupCounts:
         named = 0 if plan is None else len(plan.req_ids)
         rebuilt = 0
         if named:
-            rebuilt = int((np.asarray(plan.rewrites_row) | (np.diff(plan.mask_start) > 0)).sum())
+            rebuilt = int(
+                (np.asarray(plan.rewrites_block_table) | (np.diff(plan.mask_start) > 0)).sum()
+            )
         self.num_appends += scheduled - named
         self.num_rebuilds += rebuilt
         self.num_updates += named - rebuilt

@@ -2,7 +2,7 @@
 // request of it, and the codes by which every function says what is wrong instead of writing
 // where it must not.
 //
-// Legend: E requests, N block size (tokens). `rows[e]` is a request's row of `numbers`.
+// Legend: E requests, N block size (tokens). `rows[e]` is a request's block table of `numbers`.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace vtoken {
 
-// A row of Arena.numbers: the name here, and in NUMBERS, whose order it is.
+// A block table of Arena.numbers: the name here, and in NUMBERS, whose order it is.
 #define VTT_NUMBERS(F)                                                                       \
   F(token_base, token_base) F(block_base, block_base)                                        \
   F(token_room, token_room) F(block_room, block_room)                                        \
@@ -26,13 +26,13 @@ struct Numbers { VTT_NUMBERS(VTT_NUMBER) };
 
 // Lengths last; id_at has block_size entries a block.
 #define VTT_ARENA(F)                                                                         \
-  F(Numbers*, numbers) F(int32_t*, index_of) F(int32_t*, live_in_chunk)                      \
-  F(int32_t*, row) F(int32_t*, pos_of) F(int32_t*, block_id) F(int32_t*, live_in)            \
+  F(Numbers*, numbers) F(int32_t*, index_of) F(int32_t*, live_in_span)                      \
+  F(int32_t*, block_table) F(int32_t*, pos_of) F(int32_t*, block_id) F(int32_t*, live_in)            \
   F(int32_t*, free_handle) F(int32_t*, id_at)                                                \
   F(int64_t, num_rows) F(int64_t, num_tokens) F(int64_t, num_blocks) F(int64_t, block_size)
 VT_STRUCT(Arena, VTT_ARENA);
 
-constexpr int64_t kChunkTokens = 64;
+constexpr int64_t kSpanTokens = 64;
 
 // What a function returns: code | e << 8. The texts are in vtoken/kernels/tables.py.
 enum Code : int64_t {
@@ -60,15 +60,15 @@ class Table {
       : n(arena.numbers[row_of_numbers]),
         N(arena.block_size),
         index_of(arena.index_of + n.token_base),
-        live_in_chunk(arena.live_in_chunk + n.token_base / kChunkTokens),
-        row(arena.row + n.block_base),
+        live_in_span(arena.live_in_span + n.token_base / kSpanTokens),
+        block_table(arena.block_table + n.block_base),
         pos_of(arena.pos_of + n.block_base),
         block_id(arena.block_id + n.block_base),
         live_in(arena.live_in + n.block_base),
         free_handle(arena.free_handle + n.block_base),
         id_at(arena.id_at + n.block_base * N) {}
 
-  // Whether a row of numbers describes a table that lies inside the arena.
+  // Whether a block table of numbers describes a table that lies inside the arena.
   static bool is_valid(const Arena& arena, int64_t r) {
     if (r < 0 || r >= arena.num_rows) return false;
     const Numbers& n = arena.numbers[r];
@@ -86,13 +86,13 @@ class Table {
 
   bool has_sound_row() const {
     bool is_sound = true;  // no way out of the loop: it can be done many blocks at a time
-    for (int64_t pos = 0; pos < n.blocks; pos++) is_sound &= is_handle(row[pos]);
+    for (int64_t pos = 0; pos < n.blocks; pos++) is_sound &= is_handle(block_table[pos]);
     return is_sound;
   }
 
-  // Where the id at a physical index lies, -1 for a hole; null: the row names no block of ours.
+  // Where the id at a physical index lies, -1 for a hole; null: the block table names no block of ours.
   const int32_t* place_of_id(int64_t p) const {
-    const int64_t handle = row[p / N];
+    const int64_t handle = block_table[p / N];
     return is_handle(handle) ? id_at + handle * N + p % N : nullptr;
   }
 
@@ -106,7 +106,7 @@ class Table {
   void add_block(int32_t id) {
     const int32_t handle = n.free_handles ? free_handle[--n.free_handles]
                                           : static_cast<int32_t>(n.handles++);
-    row[n.blocks] = handle;
+    block_table[n.blocks] = handle;
     pos_of[handle] = static_cast<int32_t>(n.blocks++);
     block_id[handle] = id;
     live_in[handle] = 0;
@@ -118,7 +118,7 @@ class Table {
     index_of[id] = static_cast<int32_t>(local);
     id_at[local] = static_cast<int32_t>(id);
     live_in[local / N]++;
-    live_in_chunk[id / kChunkTokens]++;
+    live_in_span[id / kSpanTokens]++;
     n.live++;
     n.physical++;
   }
@@ -129,7 +129,7 @@ class Table {
     index_of[id] = -1;
     id_at[local] = -1;
     live_in[local / N]--;
-    live_in_chunk[id / kChunkTokens]--;
+    live_in_span[id / kSpanTokens]--;
     n.live--;
     return local;
   }
@@ -155,8 +155,8 @@ class Table {
   Numbers& n;
   const int64_t N;
   int32_t* const index_of;
-  int32_t* const live_in_chunk;
-  int32_t* const row;
+  int32_t* const live_in_span;
+  int32_t* const block_table;
   int32_t* const pos_of;
   int32_t* const block_id;
   int32_t* const live_in;

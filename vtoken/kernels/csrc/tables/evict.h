@@ -9,17 +9,17 @@
 
 namespace vtoken {
 
-// A block of a row that is not full of live tokens.
+// A block of a block table that is not full of live tokens.
 struct Holed {
   int32_t live, pos;
   bool operator<(const Holed& o) const { return live != o.live ? live < o.live : pos < o.pos; }
   bool operator==(const Holed& o) const { return pos == o.pos; }
 };
 
-// Blocks of one row that are not full, each once, the emptiest first, then the earlier one.
+// Blocks of one block table that are not full, each once, the emptiest first, then the earlier one.
 //
 // Before the eviction every block was full but for the tail: those that lost a token, and the
-// tail, are all there are, and the cost does not grow with the row.
+// tail, are all there are, and the cost does not grow with the block table.
 inline bool find_holed(const Table& t, const int32_t* holes, int64_t count,
                        std::vector<Holed>& out) {
   out.clear();
@@ -31,16 +31,16 @@ inline bool find_holed(const Table& t, const int32_t* holes, int64_t count,
     if (out.empty() || out.back().pos != pos) out.push_back({t.live_in[handle], pos});
   }
   for (int64_t pos = t.n.physical / t.N; pos < t.n.blocks; pos++) {
-    if (!t.is_handle(t.row[pos])) return false;
-    out.push_back({t.live_in[t.row[pos]], static_cast<int32_t>(pos)});
+    if (!t.is_handle(t.block_table[pos])) return false;
+    out.push_back({t.live_in[t.block_table[pos]], static_cast<int32_t>(pos)});
   }
   std::sort(out.begin(), out.end());
   out.erase(std::unique(out.begin(), out.end()), out.end());
   return true;
 }
 
-// The block that is last in the new row: the emptiest that stays, of equally empty ones the
-// latest, so that an untouched row keeps its order. `gone` is ascending.
+// The block that is last in the new block table: the emptiest that stays, of equally empty ones the
+// latest, so that an untouched block table keeps its order. `gone` is ascending.
 inline int64_t choose_last(const Table& t, const std::vector<Holed>& holed, int64_t num_gone,
                            const int64_t* gone) {
   std::size_t i = static_cast<std::size_t>(num_gone);

@@ -30,7 +30,7 @@ struct PackScratch {
 };
 
 // Where blocks come to lie: all that stay keep their order, but `last` goes to the end. Between
-// two cuts a row moves as a whole, so none of this is spelled out block by block.
+// two cuts a block table moves as a whole, so none of this is spelled out block by block.
 class NewRow {
  public:
   NewRow(const Evicted& ev, const std::vector<int64_t>& cuts) : ev(ev), cuts(cuts) {}
@@ -51,7 +51,7 @@ class NewRow {
     return pos;
   }
 
-  // Calls f(begin, end, new begin) for each part of the old row that moves as a whole.
+  // Calls f(begin, end, new begin) for each part of the old block table that moves as a whole.
   template <class F>
   void for_each_part(F f) const {
     int64_t begin = 0, at = 0;
@@ -79,11 +79,11 @@ inline bool find_cuts(const Evicted& ev, std::vector<int64_t>& cuts) {
 }
 
 // Dead slots of kept blocks with a new physical index below `end`: holes, and the unused tail.
-inline bool find_dead(const Table& t, const Evicted& ev, const NewRow& row, int64_t end,
+inline bool find_dead(const Table& t, const Evicted& ev, const NewRow& block_table, int64_t end,
                       PackScratch& s) {
   s.dead.clear();
   const auto look = [&](int64_t pos, int64_t local) {
-    const int64_t new_pos = row.new_pos(pos), index = new_pos * t.N + local % t.N;
+    const int64_t new_pos = block_table.new_pos(pos), index = new_pos * t.N + local % t.N;
     if (new_pos >= 0 && index < end) s.dead.push_back({index, local});
   };
   for (int64_t k = 0; k < ev.num_holes; k++) {
@@ -93,43 +93,43 @@ inline bool find_dead(const Table& t, const Evicted& ev, const NewRow& row, int6
     look(pos, ev.holes[k]);
   }
   for (int64_t p = t.n.physical; p < ev.num_blocks * t.N; p++) {
-    look(p / t.N, int64_t{t.row[p / t.N]} * t.N + p % t.N);
+    look(p / t.N, int64_t{t.block_table[p / t.N]} * t.N + p % t.N);
   }
   std::sort(s.dead.begin(), s.dead.end());
   return true;
 }
 
-// Live slots in blocks that go, then those at or beyond the packed end, in row order.
-inline void find_displaced(const Table& t, const Evicted& ev, const NewRow& row, int64_t end,
+// Live slots in blocks that go, then those at or beyond the packed end, in block table order.
+inline void find_displaced(const Table& t, const Evicted& ev, const NewRow& block_table, int64_t end,
                            PackScratch& s) {
   s.displaced.clear();
   const auto look = [&](int64_t pos, int64_t first_offset) {
-    const int64_t local = int64_t{t.row[pos]} * t.N;
+    const int64_t local = int64_t{t.block_table[pos]} * t.N;
     for (int64_t i = first_offset; i < t.N; i++) {
       if (t.id_at[local + i] >= 0) s.displaced.push_back(local + i);
     }
   };
   for (int64_t g = 0; g < ev.num_gone; g++) look(ev.gone[g], 0);
   for (int64_t p = end / t.N; p < ev.num_keep; p++) {
-    look(row.old_pos(p), std::max<int64_t>(0, end - p * t.N));
+    look(block_table.old_pos(p), std::max<int64_t>(0, end - p * t.N));
   }
 }
 
-// As RequestTable.set_row and forget_handles.
-inline bool set_row(Table& t, const Evicted& ev, const NewRow& row, int64_t first_cut) {
+// As RequestTable.set_block_table and forget_handles.
+inline bool set_block_table(Table& t, const Evicted& ev, const NewRow& block_table, int64_t first_cut) {
   for (int64_t g = 0; g < ev.num_gone; g++) {
-    const int32_t handle = t.row[ev.gone[g]];
+    const int32_t handle = t.block_table[ev.gone[g]];
     if (t.live_in[handle] || t.n.free_handles >= t.n.block_room) return false;
     t.pos_of[handle] = -1;
     t.free_handle[t.n.free_handles++] = handle;
   }
-  const int32_t last = t.row[ev.last];
-  row.for_each_part([&](int64_t begin, int64_t end, int64_t at) {
-    if (at != begin) std::copy(t.row + begin, t.row + end, t.row + at);
+  const int32_t last = t.block_table[ev.last];
+  block_table.for_each_part([&](int64_t begin, int64_t end, int64_t at) {
+    if (at != begin) std::copy(t.block_table + begin, t.block_table + end, t.block_table + at);
   });
-  t.row[ev.num_keep - 1] = last;
+  t.block_table[ev.num_keep - 1] = last;
   for (int64_t p = first_cut; p < ev.num_keep; p++) {
-    t.pos_of[t.row[p]] = static_cast<int32_t>(p);
+    t.pos_of[t.block_table[p]] = static_cast<int32_t>(p);
   }
   t.n.blocks = ev.num_keep;
   t.n.physical = t.n.live;
@@ -138,10 +138,10 @@ inline bool set_row(Table& t, const Evicted& ev, const NewRow& row, int64_t firs
 
 // Where `pack` puts its results, as in Packed; each pointer is at the current request's part.
 struct PackResult {
-  int32_t *num_reclaimed, *new_token_index, *row_start, *move_start;
-  uint8_t* rewrites_row;
+  int32_t *num_reclaimed, *new_token_index, *kept_start, *move_start;
+  uint8_t* rewrites_block_table;
   int64_t* num_appended;
-  int32_t* row_kept;
+  int32_t* kept_positions;
   int64_t *source, *destination;
   int64_t num_reused = 0;
 };
@@ -150,11 +150,11 @@ inline Code pack_one(Table& t, const Evicted& ev, int64_t num_new, PackScratch& 
                      PackResult& out) {
   if (ev.num_blocks != t.n.blocks || !find_cuts(ev, s.cuts)) return kBadSlot;
   if (!t.has_sound_row()) return kBadSlot;
-  const NewRow row(ev, s.cuts);
+  const NewRow block_table(ev, s.cuts);
   const bool takes_hole = num_new == 1;
   const int64_t end = t.n.live + takes_hole, capacity = ev.num_keep * t.N;
-  if (!find_dead(t, ev, row, std::min(end, capacity), s)) return kBadSlot;
-  find_displaced(t, ev, row, end, s);
+  if (!find_dead(t, ev, block_table, std::min(end, capacity), s)) return kBadSlot;
+  find_displaced(t, ev, block_table, end, s);
   const bool reuses = takes_hole && end <= capacity;
   if (s.dead.size() != s.displaced.size() + reuses) return kUnpaired;
 
@@ -164,7 +164,7 @@ inline Code pack_one(Table& t, const Evicted& ev, int64_t num_new, PackScratch& 
     out.destination[k] = t.slot_of(s.dead[k].local);
     t.move(s.displaced[k], s.dead[k].local);
   }
-  if (!set_row(t, ev, row, s.cuts.front())) return kInUse;
+  if (!set_block_table(t, ev, block_table, s.cuts.front())) return kInUse;
 
   *out.new_token_index = -1;
   if (reuses) {
@@ -177,21 +177,21 @@ inline Code pack_one(Table& t, const Evicted& ev, int64_t num_new, PackScratch& 
   }
   const bool changed = ev.num_gone > 0 || ev.last != ev.num_blocks - 1;
   if (changed) {
-    row.for_each_part([&](int64_t first, int64_t stop, int64_t) {
-      std::iota(out.row_kept, out.row_kept + (stop - first), static_cast<int32_t>(first));
-      out.row_kept += stop - first;
+    block_table.for_each_part([&](int64_t first, int64_t stop, int64_t) {
+      std::iota(out.kept_positions, out.kept_positions + (stop - first), static_cast<int32_t>(first));
+      out.kept_positions += stop - first;
     });
-    *out.row_kept++ = static_cast<int32_t>(ev.last);
+    *out.kept_positions++ = static_cast<int32_t>(ev.last);
   }
   out.source += num_moves;
   out.destination += num_moves;
-  *out.rewrites_row++ = changed;
+  *out.rewrites_block_table++ = changed;
   *out.num_appended++ = num_new - reuses;
   *out.num_reclaimed++ = static_cast<int32_t>(t.n.computed - t.n.physical);
   out.new_token_index++;
-  out.row_start[1] = out.row_start[0] + static_cast<int32_t>(changed ? ev.num_keep : 0);
+  out.kept_start[1] = out.kept_start[0] + static_cast<int32_t>(changed ? ev.num_keep : 0);
   out.move_start[1] = out.move_start[0] + static_cast<int32_t>(num_moves);
-  out.row_start++, out.move_start++;
+  out.kept_start++, out.move_start++;
   return kOk;
 }
 

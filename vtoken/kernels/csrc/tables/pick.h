@@ -49,7 +49,7 @@ class Lowest {
     most = 2 * k + 64;
   }
 
-  // Null `ids` are those of the table, at least `size` long. False: its row is damaged.
+  // Null `ids` are those of the table, at least `size` long. False: its block table is damaged.
   bool look(const float* scores, int64_t size, float sign) {
     for (int64_t p = 0; p < size; p++) {
       while (p % kRun == 0 && p + kRun < size && !has_low(scores + p, sign, bound.key)) p += kRun;
@@ -111,7 +111,7 @@ class Lowest {
   int num_noted = 0;
 };
 
-// See BatchOps.lowest_scored; -1: the table's row is damaged.
+// See BatchOps.lowest_scored; -1: the table's block table is damaged.
 inline int64_t pick_lowest(const Table& t, const int32_t* ids, const float* scores, int64_t size,
                            int64_t first_id, int64_t end_id, int64_t count, float sign,
                            int64_t* out_ids) {
@@ -123,8 +123,8 @@ inline int64_t pick_lowest(const Table& t, const int32_t* ids, const float* scor
 inline int64_t count_below(const Table& t, int64_t bound) {
   const int64_t end = std::min(std::max<int64_t>(bound, 0), t.n.computed);
   int64_t live = 0;
-  for (int64_t c = 0; c < end / kChunkTokens; c++) live += t.live_in_chunk[c];
-  for (int64_t id = end - end % kChunkTokens; id < end; id++) live += t.index_of[id] >= 0;
+  for (int64_t c = 0; c < end / kSpanTokens; c++) live += t.live_in_span[c];
+  for (int64_t id = end - end % kSpanTokens; id < end; id++) live += t.index_of[id] >= 0;
   return live;
 }
 
@@ -136,12 +136,12 @@ inline bool pick_ranks(const Table& t, int64_t* ranks, int64_t count, int64_t* o
     if (ranks[k] < 0 || ranks[k] >= t.n.live) return false;
     if (ranks[k] < seen) return false;  // twice the same
     const auto leaps = [&] {
-      return id % kChunkTokens == 0 && seen + t.live_in_chunk[id / kChunkTokens] <= ranks[k];
+      return id % kSpanTokens == 0 && seen + t.live_in_span[id / kSpanTokens] <= ranks[k];
     };
     while (id < t.n.computed) {
       if (leaps()) {
-        seen += t.live_in_chunk[id / kChunkTokens];
-        id += kChunkTokens;
+        seen += t.live_in_span[id / kSpanTokens];
+        id += kSpanTokens;
       } else if (t.index_of[id++] >= 0 && seen++ == ranks[k]) {
         out_ids[k] = id - 1;
         break;

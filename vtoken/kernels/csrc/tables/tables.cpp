@@ -36,7 +36,7 @@ VT_API int64_t vtt_sync(const Arena* arena, int64_t E, const int64_t* rows,
     if (t.n.physical + grown > (t.n.blocks + new_counts[e]) * t.N) return failed(kNoBlock, e);
     const int64_t last_full = std::min(t.n.blocks, ceil_div(t.n.physical + grown, t.N));
     for (int64_t p = t.n.physical / t.N; p < last_full; p++) {
-      if (!t.is_handle(t.row[p])) return failed(kBadSlot, e);
+      if (!t.is_handle(t.block_table[p])) return failed(kBadSlot, e);
     }
     for (int64_t i = 0; i < std::min(new_counts[e], t.n.free_handles); i++) {
       if (!t.is_handle(t.free_handle[t.n.free_handles - 1 - i])) return failed(kBadSlot, e);
@@ -47,7 +47,7 @@ VT_API int64_t vtt_sync(const Arena* arena, int64_t E, const int64_t* rows,
     for (int64_t i = 0; i < new_counts[e]; i++) t.add_block(*new_ids++);
     while (t.n.computed < lengths[e]) {
       const int64_t p = t.n.physical;
-      t.put_next(int64_t{t.row[p / t.N]} * t.N + p % t.N);
+      t.put_next(int64_t{t.block_table[p / t.N]} * t.N + p % t.N);
     }
   }
   return kOk;
@@ -132,13 +132,13 @@ VT_API int64_t vtt_execute(const Arena* arena, int64_t E, const int64_t* rows,
 }
 
 // num_blocks .. hole_counts are an Eviction. `of_requests` gets num_reclaimed and new_token_index
-// [E], row_start and move_start [E + 1], one after another; `totals` the sizes of row_kept and of
+// [E], kept_start and move_start [E + 1], one after another; `totals` the sizes of kept_positions and of
 // the moves, and how many tokens took a hole inside the layout.
 VT_API int64_t vtt_pack(const Arena* arena, int64_t E, const int64_t* rows, const int64_t* num_new,
                         const int64_t* num_blocks, const int64_t* num_keep, const int64_t* last,
                         const int64_t* gone, const int32_t* holes, const int64_t* hole_counts,
                         int64_t row_space, int64_t move_space, int32_t* of_requests,
-                        uint8_t* rewrites_row, int64_t* num_appended, int32_t* row_kept,
+                        uint8_t* rewrites_block_table, int64_t* num_appended, int32_t* kept_positions,
                         int64_t* source, int64_t* destination, int64_t* totals) {
   int64_t most_kept = 0, most_moves = 0;
   for (int64_t e = 0; e < E; e++) {
@@ -152,11 +152,11 @@ VT_API int64_t vtt_pack(const Arena* arena, int64_t E, const int64_t* rows, cons
   if (most_kept > row_space || most_moves > move_space) return kNeedsSpace;
 
   PackScratch scratch;
-  int32_t* const row_start = of_requests + 2 * E;
-  int32_t* const move_start = row_start + E + 1;
-  row_start[0] = move_start[0] = 0;
-  PackResult out{of_requests,  of_requests + E, row_start, move_start, rewrites_row,
-                 num_appended, row_kept,        source,    destination};
+  int32_t* const kept_start = of_requests + 2 * E;
+  int32_t* const move_start = kept_start + E + 1;
+  kept_start[0] = move_start[0] = 0;
+  PackResult out{of_requests,  of_requests + E, kept_start, move_start, rewrites_block_table,
+                 num_appended, kept_positions,        source,    destination};
   for (int64_t e = 0; e < E; e++) {
     Table t(*arena, rows[e]);
     const Evicted ev{num_blocks[e], num_keep[e],
@@ -167,7 +167,7 @@ VT_API int64_t vtt_pack(const Arena* arena, int64_t E, const int64_t* rows, cons
     gone += ev.num_gone;
     holes += ev.num_holes;
   }
-  totals[0] = row_start[E];
+  totals[0] = kept_start[E];
   totals[1] = move_start[E];
   totals[2] = out.num_reused;
   return kOk;
@@ -176,7 +176,7 @@ VT_API int64_t vtt_pack(const Arena* arena, int64_t E, const int64_t* rows, cons
 VT_API const char* vt_describe() {
 #define VTT_TELL_NUMBER(name, python_name) " " #python_name
   static const std::string text =
-      "variant tables\nchunk_tokens " + std::to_string(kChunkTokens) +
+      "variant tables\nspan_tokens " + std::to_string(kSpanTokens) +
       "\nnumbers" VTT_NUMBERS(VTT_TELL_NUMBER) "\n" + VT_TELL_STRUCT(Arena, VTT_ARENA) +
       "functions" VT_TELL_CALL(vtt_sync) VT_TELL_CALL(vtt_oldest) VT_TELL_CALL(vtt_lowest_scored)
           VT_TELL_CALL(vtt_count_below) VT_TELL_CALL(vtt_at_ranks) VT_TELL_CALL(vtt_draw)
