@@ -1,7 +1,8 @@
 """Finds what our code uses of vLLM, by reading its source; see test_touchpoints.py.
 
-Types follow from names (`request`, `scheduler`, ...), from what is assigned to a variable, and
-from the table itself: an attribute whose type is a class that the table knows leads on to it.
+Types follow from names (`request`, `scheduler`, ...), from annotations with a port of
+vtoken.scheduling, from what is assigned to a variable, and from the table itself: an attribute
+whose type is a class that the table knows leads on to it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,14 @@ import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+PACKAGE = Path(__file__).resolve().parents[2] / "vtoken"
+PORTS_MODULE = "vtoken.scheduling.ports"
+# Protocols in which the decisions see vLLM's objects -> the classes of those.
+PORTS = {
+    "Block": "KVCacheBlock", "BlockManager": "FullAttentionManager", "Pool": "BlockPool",
+    "Request": "Request", "Scheduler": "Scheduler",
+}  # fmt: skip
+SEQUENCES = {"Iterable", "Sequence", "list", "tuple"}
 # What variables and attributes of these names are, wherever they stand.
 NAMES = {
     "request": "Request", "r": "Request", "scheduler": "Scheduler", "pool": "BlockPool",
@@ -23,18 +32,28 @@ NAMES = {
 }  # fmt: skip
 # (file, name) that are something else there.
 OTHERS = {
-    ("endpoint.py", "request"), ("load.py", "request"),
-    ("openvino.py", "scheduler"), ("run.py", "request"), ("stock.py", "request"),
-    ("load.py", "pool"), ("terminal.py", "request"), ("support_list.py", "scheduler"),
-    ("support.py", "scheduler"),
+    ("vllm_plugin/endpoint", "request"), ("server/load", "request"),
+    ("engine/peer_runner/openvino", "scheduler"), ("engine/run", "request"),
+    ("engine/peer_runner/stock", "request"), ("server/load", "pool"),
+    ("server/terminal", "request"), ("vllm_plugin/support_list", "scheduler"),
+    ("vllm_plugin/support", "scheduler"), ("checks/plan", "r"),
 }  # fmt: skip
 OURS = "vtoken"  # attributes of this prefix are ours, on whatever object
-OWN = {"hooks", "attention"}  # of our subclasses, where variables are known by the base's name
+# Of our subclasses, where variables are known by the base's name.
+OWN = {("CPUAttentionBackendImpl", "attention"), ("FullAttentionManager", "step")}
+
+
+def name_of(path: Path) -> str:
+    """How a file is named in the table: its path in the package, without its ending."""
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
 
 
 @dataclass(frozen=True, order=True)
 class Use:
-    """One use: `owner` is a class's name, or a module for an import or a module's attribute."""
+    """One use: `owner` is a class's name, or a module for an import or a module's attribute.
+
+    `file` is as in `name_of`.
+    """
 
     kind: str
     owner: str
@@ -43,7 +62,7 @@ class Use:
     line: int = field(compare=False)
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.kind} of {self.owner}.{self.name}"
+        return f"{self.file}.py:{self.line}: {self.kind} of {self.owner}.{self.name}"
 
 
 def vllm_imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
@@ -58,6 +77,26 @@ def vllm_imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
                 if alias.name.split(".")[0] == "vllm":
                     found[alias.asname or alias.name] = (alias.name, "")
     return found
+
+
+def port_imports(tree: ast.Module) -> dict[str, str]:
+    """Local name -> vLLM's class of everything imported from the ports."""
+    return {
+        alias.asname or alias.name: PORTS[alias.name]
+        for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+        and node.module == PORTS_MODULE for alias in node.names if alias.name in PORTS
+    }  # fmt: skip
+
+
+def declared_by_ports() -> set[tuple[str, str]]:
+    """(vLLM's class, attribute) of all that the ports declare."""
+    tree = ast.parse((PACKAGE / "scheduling" / "ports.py").read_text())
+    classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+    return {
+        (owner, item.name if isinstance(item, ast.FunctionDef) else item.target.id)
+        for port, owner in PORTS.items() for item in classes[port].body
+        if isinstance(item, (ast.FunctionDef, ast.AnnAssign))
+    }  # fmt: skip
 
 
 def load(module: str, name: str):
@@ -78,10 +117,13 @@ class Reader(ast.NodeVisitor):
     """
 
     def __init__(self, path: Path, source: str, types, mixins, private) -> None:
-        self.file, self.types, self.mixins, self.private = path.name, types, mixins, private
+        self.file, self.types, self.mixins, self.private = name_of(path), types, mixins, private
         self.uses: set[Use] = set()
         self.imports = vllm_imports(tree := ast.parse(source))
+        self.ports = port_imports(tree)
+        # Of variables, and of attributes of self; "[]" behind a class: a sequence of it.
         self.variables: dict[str, str | None] = {}
+        self.fields: dict[str, str] = {}
         self.bases: tuple = ()
         self.constants = {
             n.targets[0].id: n.value.value for n in tree.body
@@ -94,7 +136,7 @@ class Reader(ast.NodeVisitor):
 
     def add(self, kind: str, owner: str, name: str, node) -> None:
         ours = name.startswith((OURS, "_" + OURS, "__")) and name != "__init__"
-        if not ours and name not in OWN:
+        if not ours and (owner, name) not in OWN and not owner.endswith("[]"):
             self.uses.add(Use(kind, owner, name, self.file, node.lineno))
 
     # ---- what an expression is ---------------------------------------------------------------
@@ -111,11 +153,28 @@ class Reader(ast.NodeVisitor):
         if isinstance(node, ast.Attribute):
             base = self.owner_of(node.value)
             known = self.types.get((base, node.attr))
+            if known is None and self.is_self(node.value):
+                known = self.fields.get(node.attr)
             if known is None and (self.file, node.attr) not in OTHERS:
                 known = NAMES.get(node.attr)
             return known
         if isinstance(node, ast.Subscript):
-            return self.types.get((self.owner_of(node.value), "[]"))
+            owner = self.owner_of(node.value)
+            if owner is not None and owner.endswith("[]"):
+                return owner if isinstance(node.slice, ast.Slice) else owner[:-2]
+            return self.types.get((owner, "[]"))
+        return None
+
+    def annotated(self, node: ast.AST | None) -> str | None:
+        """What an annotation with a port means; None for all others."""
+        if isinstance(node, ast.Name):
+            return self.ports.get(node.id)
+        if isinstance(node, ast.BinOp):  # Request | None
+            return self.annotated(node.left) or self.annotated(node.right)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in SEQUENCES:
+            inner = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+            known = self.annotated(inner)
+            return known and known + "[]"
         return None
 
     # ---- classes and methods -----------------------------------------------------------------
@@ -137,11 +196,18 @@ class Reader(ast.NodeVisitor):
             for t in getattr(n, "targets", [getattr(n, "target", None)])
             if isinstance(t, ast.Attribute)
         } | {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}  # fmt: skip
+        self.fields = {
+            n.target.id: known for n in node.body
+            if isinstance(n, ast.AnnAssign) and (known := self.annotated(n.annotation))
+        }  # fmt: skip
         self.generic_visit(node)
-        self.bases = before
+        self.bases, self.fields = before, {}
 
     def visit_FunctionDef(self, node) -> None:
         before = dict(self.variables)
+        for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            if known := self.annotated(arg.annotation):
+                self.variables[arg.arg] = known
         self.generic_visit(node)
         self.variables = before
 
@@ -159,19 +225,45 @@ class Reader(ast.NodeVisitor):
             for left, right in pairs:
                 self.write(left, right)
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+        self.write(node.target, node.value, self.annotated(node.annotation))
+
+    def visit_For(self, node) -> None:
+        self.loop(node)
+        self.generic_visit(node)
+
+    def visit_ListComp(self, node) -> None:
+        before = dict(self.variables)
+        for generator in node.generators:
+            self.loop(generator)
+        self.generic_visit(node)
+        self.variables = before
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
+
+    def loop(self, node: ast.For | ast.comprehension) -> None:
+        owner = self.owner_of(node.iter)
+        if isinstance(node.target, ast.Name) and owner is not None and owner.endswith("[]"):
+            self.variables[node.target.id] = owner[:-2]
+
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.visit(node.value)
         self.write(node.target, None)
 
-    def write(self, target, value) -> None:
+    def write(self, target, value, known: str | None = None) -> None:
+        if known is None and value is not None:
+            known = self.owner_of(value)
         if isinstance(target, ast.Name):
-            known = self.owner_of(value) if value is not None else None
             if known is not None or target.id in self.variables:
                 self.variables[target.id] = known
         elif isinstance(target, ast.Attribute):
             owner = self.owner_of(target.value)
             if owner is not None and not self.is_self(target.value):
                 self.add("patch", owner, target.attr, target)
+            if known is not None and self.is_self(target.value):
+                self.fields[target.attr] = known
             self.visit(target.value)
 
     def visit_Call(self, node: ast.Call) -> None:

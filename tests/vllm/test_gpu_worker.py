@@ -9,7 +9,8 @@ pytest.importorskip("vllm")
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import UnsupportedError
-from vtoken.vllm_plugin.gpu_worker import move_tokens
+from vtoken.vllm_plugin import compat
+from vtoken.vllm_plugin.gpu_worker import VTokenGPUWorker, move_tokens
 from vtoken.vllm_plugin.support import check_gpu_supported
 
 
@@ -43,3 +44,9 @@ def test_what_needs_a_kernel_of_ours_is_refused_with_what_works(settings, named)
 
 def test_score_free_packed_policies_are_let_through():
     check_gpu_supported(VTokenConfig.from_mapping({"policy": "streaming-llm"}), 16)
+
+
+def test_another_vllm_is_refused_before_the_worker_starts(monkeypatch):
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.1.0")
+    with pytest.raises(UnsupportedError, match="vToken works with vLLM"):
+        VTokenGPUWorker()

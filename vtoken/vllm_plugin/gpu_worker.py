@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vtoken.errors import UnsupportedError
+from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.runner_v1 import VTokenRunnerV1Mixin
 
 
@@ -58,6 +59,10 @@ class VTokenGPUModelRunner(VTokenRunnerV1Mixin, GPUModelRunner):
 
 class VTokenGPUWorker(Worker):
     """vLLM's GPU worker."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        compat.check("gpu")  # here: `_make_model_runner` is not called where vLLM renamed it
+        super().__init__(*args, **kwargs)
 
     def _make_model_runner(self):
         assert not self.use_v2_model_runner, "refused when the config was finished"
