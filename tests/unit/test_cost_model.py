@@ -143,6 +143,8 @@ def test_profile_files(tmp_path):
         ("device: h100\nflops_per_s: true", "a number"),
         ("- 1", "keys and values"),
         ("a: [", "a YAML file"),
+        ("[" * 3000, "a YAML file (maximum recursion depth"),
+        ("flops_per_s: " + "9" * 5000, "a YAML file (Exceeds the limit"),
     ],
 )
 def test_bad_profiles(tmp_path, text, message):

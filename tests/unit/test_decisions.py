@@ -156,6 +156,7 @@ def test_mode_block_size_and_a_missing_model_may_differ(path):
         ('{"schema": "vtoken-decisions/0"}\n', "of schema vtoken-decisions/1"),
         ("[1]\n", "line 1 is not a JSON object"),
         ("hello\n", "line 1 is not a JSON object"),
+        ("[" * 100_000, "line 1 is not a JSON object"),
         ("HEADER{}\n", "line 2 is not a decision"),
         ('HEADER{"prompt": "a", "nth": 0, "preemptions": 0, "length": 4}\n', "line 2 is not"),
         (
@@ -187,5 +188,5 @@ def test_missing_and_unwritable_files(tmp_path):
         DecisionRecorder(str(tmp_path / "folder" / "file"), header())
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ConfigError, match="not text"):
+    with pytest.raises(ConfigError, match="binary:1.*UTF-8 text"):
         DecisionReplay(str(binary), header())

@@ -171,14 +171,14 @@ def test_scores_of_another_kind_are_refused(recorded):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "hello", json.dumps({"schema": "vtoken-scores/1"}) + "\n{}"]
+    "text", ["", "{}", "hello", "[" * 100_000, json.dumps({"schema": "vtoken-scores/1"}) + "\n{}"]
 )
 def test_damaged_score_traces_are_refused(tmp_path, text):
     path = tmp_path / "scores.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match="score trace"):
         ScoreTrace(str(path))
-    with pytest.raises(ConfigError, match="score trace .* --record-scores wrote"):
+    with pytest.raises(ConfigError, match="score trace .*: a readable file .No such file"):
         ScoreTrace(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="--record-scores"):
         ScoreRecorder(str(tmp_path / "no" / "file"), {})

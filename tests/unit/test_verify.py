@@ -225,7 +225,9 @@ def test_a_report_says_who_where_and_how_to_run_it_again(tmp_path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"replay": 1}', '{"replay": {}, "schema_version": 9}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"replay": 1}', '{"replay": {}, "schema_version": 9}', "[" * 100_000]
+)
 def test_what_is_not_a_report_is_refused(tmp_path, text) -> None:
     path = tmp_path / "r.json"
     path.write_text(text)

@@ -25,13 +25,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from vtoken.errors import ConfigError
 from vtoken.recording.line_file import LineFile
+from vtoken.units import read_text
 
 SCHEMA = "vtoken-decisions/1"
 RECORD, REPLAY = "--record-decisions", "--replay-decisions"
@@ -284,16 +284,16 @@ class DecisionReplay:
 
 def _read_lines(path: str) -> list[str]:
     try:
-        return Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not text"
-        raise ConfigError(REPLAY, path, f"a file that {RECORD} wrote ({why})") from None
+        return read_text(path, REPLAY).splitlines()
+    except ConfigError as error:
+        allowed = f"a file that {RECORD} wrote ({error.allowed})"
+        raise ConfigError(REPLAY, error.value, allowed) from None
 
 
 def _parse(path: str, number: int, line: str) -> dict:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         entry = None
     if not isinstance(entry, dict):
         raise ConfigError(REPLAY, path, f"line {number} is not a JSON object")

@@ -10,7 +10,6 @@ import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from vtoken.errors import ConfigError
 from vtoken.policies.base import ScoreKind
 from vtoken.recording.decisions import RequestKey, prompt_hash
 from vtoken.recording.line_file import LineFile
+from vtoken.units import read_text
 
 SCHEMA = "vtoken-scores/1"
 RECORD = "--record-scores"
@@ -81,7 +81,7 @@ class ScoreTrace:
         self._hashes: dict[str, str] = {}
         self._lines: dict[str, dict[int, dict]] = {}
         try:
-            lines = Path(path).read_text().splitlines()
+            lines = read_text(path, "score trace").splitlines()
             self.header = json.loads(lines[0]) if lines else {}
             if not isinstance(self.header, dict) or self.header.get("schema") != SCHEMA:
                 raise ConfigError("score trace", path, f"a file that {RECORD} wrote, of {SCHEMA}")
@@ -91,7 +91,7 @@ class ScoreTrace:
                 by_length.setdefault(int(entry["length"]), entry)
         except ConfigError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 "score trace", path, f"a file that {RECORD} wrote ({error})"
             ) from None

@@ -31,7 +31,7 @@ def load_report(path: str | Path) -> dict:
 
     try:
         report = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise refuse(f"a readable violation report ({error})") from None
     if not isinstance(report, dict) or not isinstance(report.get("replay"), dict):
         raise refuse("a violation report with a `replay` section")

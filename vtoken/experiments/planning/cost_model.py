@@ -30,6 +30,7 @@ import yaml
 from vtoken.errors import ConfigError, nearest
 from vtoken.experiments.planning.devices import Device, get_device
 from vtoken.experiments.planning.model_shapes import ModelShape
+from vtoken.units import read_text
 
 OPTION = "--cost-profile"
 
@@ -86,11 +87,10 @@ def load_profile(path_or_device: str | Path) -> CostProfile:
     path = Path(path_or_device)
     if path.suffix not in (".yaml", ".yml"):
         return CostProfile.from_device(get_device(str(path_or_device)))
+    written = read_text(path, OPTION)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(OPTION, str(path), f"a readable file ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        data = yaml.safe_load(written)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = str(error).replace("\n", " ")
         raise ConfigError(OPTION, str(path), f"a YAML file ({where})") from error
     if not isinstance(data, dict):

@@ -192,7 +192,7 @@ def shape_from_config(path: str | Path) -> ModelShape:
         raise ConfigError(
             "--model", str(path), f"a readable config.json ({error.strerror})"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("--model", str(path), f"a config.json that is JSON ({error})") from error
     if not isinstance(config, dict):
         raise ConfigError("--model", str(path), "a config.json that holds an object")
