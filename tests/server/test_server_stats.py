@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vtoken.core.counters import Counters
+from vtoken.scheduling.clock import StepClock
 from vtoken.server import stats
 from vtoken.server.stats import KEY_PREFIX, StatsSource, split
 
@@ -20,15 +21,15 @@ class FakePool:
 
 
 def make_source(running=()) -> StatsSource:
-    hooks = SimpleNamespace(
+    step = SimpleNamespace(
         counters=Counters(),
-        step_seq=0,
-        states={},
+        clock=StepClock(),
+        requests=SimpleNamespace(by_id={}),
         pool=FakePool(),
         scheduler=SimpleNamespace(running=list(running)),
         manager=SimpleNamespace(req_to_blocks={}),
     )
-    return StatsSource(hooks)
+    return StatsSource(step)
 
 
 def test_split_leaves_vllms_own_keys():
@@ -41,17 +42,17 @@ def test_growth_adds_up_over_front_ends():
     """Two front ends that get the messages in turn know together what one would know."""
     source, seen = make_source(), (Counter(), Counter())
     for step in range(1, 20):
-        source.hooks.counters.evicted_tokens += step
-        source.hooks.counters.released_blocks += step % 3
+        source.step.counters.evicted_tokens += step
+        source.step.counters.released_blocks += step % 3
         seen[step % 2].update(split(source.take()))
     both = seen[0] + seen[1]
-    assert both["evicted_tokens"] == source.hooks.counters.evicted_tokens == 190
-    assert both["released_blocks"] == source.hooks.counters.released_blocks
+    assert both["evicted_tokens"] == source.step.counters.evicted_tokens == 190
+    assert both["released_blocks"] == source.step.counters.released_blocks
 
 
 def test_everything_that_travels_is_a_whole_number():
     source = make_source()
-    source.hooks.counters.plan_s, source.relocation_ns = 0.0012, 800
+    source.step.counters.plan_s, source.relocation_ns = 0.0012, 800
     figures = source.take()
     assert all(type(v) is int for v in figures.values())
     assert figures[KEY_PREFIX + "plan_ns"] == pytest.approx(1_200_000, abs=1)
@@ -67,19 +68,19 @@ def test_the_last_message_of_a_busy_time_is_exact(monkeypatch):
     request = SimpleNamespace(request_id="a", num_computed_tokens=7)
     table = SimpleNamespace(num_evicted_tokens=3, holes=[1, 2])
     source = make_source([request])
-    source.hooks.requests.by_id["a"] = SimpleNamespace(table=table)
+    source.step.requests.by_id["a"] = SimpleNamespace(table=table)
     first = split(source.take())
     assert (first["live_tokens"], first["dead_tokens"], first["running_requests"]) == (4, 2, 1)
     request.num_computed_tokens = 9
     assert "live_tokens" not in source.take()
-    source.hooks.scheduler.running.clear()
+    source.step.scheduler.running.clear()
     assert split(source.take())["live_tokens"] == 0
 
 
 def test_sampled_check_counts_what_it_finds():
     source = make_source()
-    source.hooks.manager.req_to_blocks = {"gone": [SimpleNamespace(block_id=4)]}
-    source.hooks.clock.seq = stats.CHECK_EVERY_STEPS - 1
+    source.step.manager.req_to_blocks = {"gone": [SimpleNamespace(block_id=4)]}
+    source.step.clock.seq = stats.CHECK_EVERY_STEPS - 1
     assert "invariant_violations" not in split(source.take())
-    source.hooks.clock.seq += 1
+    source.step.clock.seq += 1
     assert split(source.take())["invariant_violations"] == 1  # 10 free + 1 owned + 1 null of 11

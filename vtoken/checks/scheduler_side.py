@@ -34,7 +34,7 @@ class _Snapshot:
     state: RunningRequest
     victims: np.ndarray
     ids: np.ndarray
-    row: np.ndarray
+    block_table: np.ndarray
 
     def surviving_slots(self, block_size: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32[M], slots int64[M]) of the live tokens, less the victims."""
