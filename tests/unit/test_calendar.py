@@ -42,3 +42,15 @@ def test_a_forgotten_request_does_not_come_back():
     assert not calendar.watched
     calendar.watch_all(["a", "b"])
     assert list(calendar.watched) == ["a", "b"]
+
+
+def test_nothing_stays_of_a_request_that_was_deferred_for_ever():
+    calendar = Calendar()
+    for req_id in ("gone", "watched", "deferred again"):
+        calendar.watch(req_id)
+        calendar.defer(req_id, 10**15)
+    calendar.forget("gone")
+    calendar.watch("watched")
+    calendar.defer("deferred again", None)
+    assert not calendar._deferred and not calendar._step_of
+    assert list(calendar.watched) == ["watched"]
