@@ -149,7 +149,7 @@ class VTokenRunnerV1Mixin:
         layouts.apply(plan)
 
     def _vtoken_rewrite_block_table(self, req_id: str, kept: np.ndarray, added: np.ndarray) -> None:
-        """Keep these positions of a request's row; vLLM then appends the step's new blocks.
+        """Keep these positions of a block table; vLLM then appends the step's new blocks.
 
         Args:
             added: block ids put at the end before `kept` chooses.
