@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vtoken import config
 from vtoken.config import VTokenConfig
 from vtoken.engine.dry import DrySettings
-from vtoken.policies import registry
 from vtoken.policies.base import Policy
 from vtoken.scheduling.naming import answer_fault
 from vtoken.testing.engines import CheckedDryEngine
@@ -51,13 +51,14 @@ ANSWERS = {
 def test_others_are_not_touched_and_the_engine_goes_on(answer, caching, monkeypatch, caplog):
     """Every step is checked against KV that shows a misplaced or rewritten token."""
     cls = wrong("wrong", ANSWERS[answer])
-    monkeypatch.setattr(registry, "policy_class", lambda name: cls)
+    # Where the config looks: a test of the registry may have loaded the module anew.
+    monkeypatch.setitem(config.make_policy.__globals__, "policy_class", lambda name: cls)
     settings = DrySettings(
         num_kv_blocks=60, block_size=4, max_model_len=256, max_num_seqs=8,
         max_num_batched_tokens=64, num_kv_heads=1, head_size=8, enable_prefix_caching=caching,
     )  # fmt: skip
-    config = VTokenConfig(policy="wrong", kv_budget_tokens=16, recent_tokens=2)
-    engine = CheckedDryEngine(settings, config)
+    settings_of = VTokenConfig(policy="wrong", kv_budget_tokens=16, recent_tokens=2)
+    engine = CheckedDryEngine(settings, settings_of)
     for i in range(3):
         engine.add(f"r{i}", [*PREFIX, i], 40)
     finish_all(engine)
