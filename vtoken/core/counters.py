@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-import numpy as np
-
 from vtoken.core.messages import StepPlan
 from vtoken.core.ops import Change
 
@@ -53,7 +51,7 @@ class Counters:
             Tokens that move, by change.
         """
         self.moved_tokens += len(plan.move_source)
-        self.reused_slots += int(np.count_nonzero(plan.new_token_index >= 0))
+        self.reused_slots += len([i for i in plan.new_token_index.tolist() if i >= 0])
         by_request = dict(zip(plan.req_ids, plan.num_moves(), strict=True))
         num_moves = [by_request[c.table.req_id] for c in changes]
         for change, moved in zip(changes, num_moves, strict=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,8 @@ class StepPlan:
 
     def num_moves(self) -> list[int]:
         """ints[R], tokens that move, by request."""
-        return np.diff(self.move_start).tolist()
+        starts = self.move_start.tolist()
+        return [end - start for start, end in pairwise(starts)]
 
 
 @dataclass(slots=True)

@@ -398,7 +398,7 @@ class CompiledOps(ScalarOps):
             num_new, num_blocks, num_keep, last, counts
         )
         gone = array("q", chain.from_iterable(c.released for c in changes))
-        holes = self._holes.put(np.concatenate([t.holes for t in tables]))
+        holes = self._holes.put(_joined([t.holes for t in tables], sum(counts)))
         given = _address(rows), new, blocks, keep, final, _address(gone), holes, sizes
         appended = self._appended.room(E + 3)
         out = self._of_requests.room(4 * E + 2), self._rewrites.room(E), appended
@@ -439,6 +439,14 @@ class CompiledOps(ScalarOps):
         self._kept.room(num_keep)
         self._source.room(num_holes + unused)
         self._destination.room(num_holes + unused)
+
+
+def _joined(parts: list[np.ndarray], size: int) -> np.ndarray:
+    """All parts one after another; `evict` cut them out of one array in this order, mostly just these."""
+    whole = parts[0].base
+    if whole is not None and len(whole) == size and all(p.base is whole for p in parts):
+        return whole
+    return np.concatenate(parts)
 
 
 def _is_plain(change: Change) -> bool:
