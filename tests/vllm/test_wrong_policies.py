@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
-from vtoken import config
 from vtoken.config import VTokenConfig
 from vtoken.engine.dry import DrySettings
-from vtoken.policies.base import Policy
 from vtoken.scheduling.naming import answer_fault
 from vtoken.testing.engines import CheckedDryEngine
 from vtoken.testing.random_work import finish_all
 
 PREFIX = [20 + i % 5 for i in range(24)]
-
-
-def wrong(name: str, answer):
-    @dataclass(frozen=True, kw_only=True)
-    class Wrong(Policy):
-        def evict(self, view):
-            return answer(self, view)
-
-    Wrong.name = name
-    return Wrong
 
 
 def _raises(policy, view):
@@ -50,15 +38,13 @@ ANSWERS = {
 @pytest.mark.parametrize("caching", [True, False])
 def test_others_are_not_touched_and_the_engine_goes_on(answer, caching, monkeypatch, caplog):
     """Every step is checked against KV that shows a misplaced or rewritten token."""
-    cls = wrong("wrong", ANSWERS[answer])
-    # Where the config looks: a test of the registry may have loaded the module anew.
-    monkeypatch.setitem(config.make_policy.__globals__, "policy_class", lambda name: cls)
+    monkeypatch.setattr(import_module("vtoken.policies.random").Random, "evict", ANSWERS[answer])
     settings = DrySettings(
         num_kv_blocks=60, block_size=4, max_model_len=256, max_num_seqs=8,
         max_num_batched_tokens=64, num_kv_heads=1, head_size=8, enable_prefix_caching=caching,
     )  # fmt: skip
-    settings_of = VTokenConfig(policy="wrong", kv_budget_tokens=16, recent_tokens=2)
-    engine = CheckedDryEngine(settings, settings_of)
+    config = VTokenConfig(policy="random", kv_budget_tokens=16, recent_tokens=2)
+    engine = CheckedDryEngine(settings, config)
     for i in range(3):
         engine.add(f"r{i}", [*PREFIX, i], 40)
     finish_all(engine)
